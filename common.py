@@ -21,6 +21,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -161,6 +162,17 @@ def open_missing_streams() -> None:
             setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))
 
 
+def refuse_other_python() -> None:
+    """UserError if this is not the Python that `make env` has filled: the usual reason is that the
+    environment is not active, in a new terminal. Looks for libraries but does not import them."""
+    for name in ("torch", "transformers"):
+        if not find_spec(name):
+            raise UserError(
+                f"{sys.executable} has no {name}: type `source .venv/bin/activate` in {ROOT}, and "
+                f"before it `make env` if that was never done"
+            )
+
+
 def script(work, *arguments):
     """Runs a script and returns its result: work(*arguments), or work(sys.argv[1:]) if no arguments
     are given. Errors meant for the user end the process with one sentence and no traceback."""
@@ -179,6 +191,7 @@ def script(work, *arguments):
             if "config/" in doc:  # the command reads one
                 print("config/default.py lists every key with its meaning; --key=value sets one.")
             sys.exit()
+        refuse_other_python()
         if arguments:
             return work(*arguments)
         print_overridden(sys.argv[1:])
