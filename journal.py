@@ -401,13 +401,23 @@ def rewind(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def wandb_settings(config: dict) -> dict:
+    """The arguments of wandb.init that the config names. A mode that it does not name is that of
+    WANDB_MODE, which may be set for a whole cluster without a network: wandb.init itself would
+    ignore it, because an argument counts more."""
+    options = entries(config, "wandb_options")
+    if "mode" not in config["wandb_options"]:
+        options["mode"] = os.environ.get("WANDB_MODE") or options["mode"]
+    return options
+
+
 def check_wandb(config: dict) -> None:
     """UserError, naming the cure, if nobody is logged in at Weights & Biases, or if an option is
     unknown to it. start_wandb() would say so too, but only after weights are loaded and an earlier
     run's folder is deleted."""
     import wandb
 
-    options = entries(config, "wandb_options")
+    options = wandb_settings(config)
     with wandb_errors(options):
         inspect.signature(wandb.init).bind(**options)
         if options["mode"] == "online":
@@ -418,7 +428,7 @@ def start_wandb(folder: Path, config: dict):
     """Starts or resumes the run at Weights & Biases. UserError, naming the cure, if that fails."""
     import wandb
 
-    options = entries(config, "wandb_options")
+    options = wandb_settings(config)
     settings = {
         "config": config,
         "id": wandb_id(folder),
