@@ -53,6 +53,10 @@ ECHO = 5.0
 # most characters of an error message: it may quote a column or id, perhaps a megabyte long, of a
 # stranger's data
 LONGEST_ERROR = 2000
+# no bugs: a full disk, a quota, a limit of file sizes; a disk that fails, or that Linux has made
+# read-only because it failed; a file server that was started again
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+DISK_ERRORS = *FULL, errno.EROFS, errno.EIO, errno.ESTALE
 
 
 class UserError(ValueError):
@@ -144,8 +148,29 @@ def set_up_libraries() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # else the C++ code of torch and vLLM prints a warning on each rank, about memory bound to cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    place_caches(os.environ)
     # a filter, because DeepSpeed resets its logger's level. It would warn that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def place_caches(environment) -> None:
+    """Gives vLLM and Triton a place for what they compile if the user has no home that can be
+    written, as in many containers: vLLM would end in a traceback when it compiles. `environment` is
+    os.environ; what the user has set stays."""
+    usual = {
+        "VLLM_CACHE_ROOT": environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        "TRITON_CACHE_DIR": os.path.expanduser("~/.triton"),
+    }
+    for name, place in usual.items():
+        existing = Path(place)  # or its nearest parent that exists
+        while not os.path.exists(existing) and existing != existing.parent:
+            existing = existing.parent
+        # not absolute: a user id without a name and a home, for which "~" stays as it is
+        fine = os.path.isabs(place) and existing.is_dir() and os.access(existing, os.W_OK)
+        if name not in environment and not fine:
+            own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
+            library = name.split("_")[0].lower()
+            environment[name] = os.path.join(tempfile.gettempdir(), own, library)
 
 
 def open_missing_streams() -> None:
@@ -204,10 +229,11 @@ def script(work, *arguments):
         write_stderr("error: the program that read the output (| head?) has ended")
         os._exit(1)  # a normal exit would try to flush, fail, and print that
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # not a full disk, a quota or a file size limit: unexpected, so the traceback is shown
+        if error.errno not in DISK_ERRORS:  # unexpected, so the traceback is shown
             raise
-        die(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
+        # these two may come while a file is read
+        done = "used" if error.errno in (errno.EIO, errno.ESTALE) else "written"
+        die(f"{error.filename or 'a file of the run'} could not be {done}: {error.strerror}", 1)
     except RuntimeError as error:
         if out_of_memory(error):  # while a model loads; for a step train.py has its own message
             die(

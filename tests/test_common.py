@@ -1,8 +1,10 @@
 """The words of strangers in sentences of ours, output that nobody reads, and how threads wait."""
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 
 import child
 import pytest
@@ -57,6 +59,26 @@ def test_what_another_job_has_left_in_the_shell_makes_no_ranks(monkeypatch):
     monkeypatch.delenv("RANK")
     assert launched_ranks() == 1
     assert common.from_launcher("LOCAL_WORLD_SIZE", 1) == 1
+
+
+def test_what_is_compiled_has_a_place_also_without_a_home(tmp_path, monkeypatch):
+    """As for the user of a container: a home that can't be made, or none at all."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    environment = {}
+    common.place_caches(environment)
+    assert environment == {}
+    (tmp_path / "home").touch()
+    common.place_caches(environment)
+    own = f"{tempfile.gettempdir()}/compiled-{os.getuid()}"
+    elsewhere = {"VLLM_CACHE_ROOT": f"{own}/vllm", "TRITON_CACHE_DIR": f"{own}/triton"}
+    assert environment == elsewhere
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TRITON_CACHE_DIR": "/mine"}
+    common.place_caches(environment)
+    assert "VLLM_CACHE_ROOT" not in environment and environment["TRITON_CACHE_DIR"] == "/mine"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    environment = {}
+    common.place_caches(environment)
+    assert environment == elsewhere
 
 
 @pytest.mark.parametrize("words", [["--seed=1", "--seed=2"], ["runs/lr=1/step_1", "runs/lr=1_hf"]])
@@ -143,6 +165,23 @@ def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
     )
     os.close(output)
     assert (done.returncode, done.stderr) == (2, "error: row 7 is odd\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_or_a_file_server_that_fails_is_a_sentence(number, monkeypatch, capfd):
+    def work(argv):
+        raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(status))
+    for name in ("listen", "end_with_torchrun", "set_up_libraries"):
+        monkeypatch.setattr(common, name, lambda *arguments: None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match="1"):
+        script(work)
+    said = capfd.readouterr().err
+    done = "used" if number in (errno.EIO, errno.ESTALE) else "written"
+    reason = os.strerror(number)
+    assert said == f"error: runs/a/metrics.jsonl could not be {done}: {reason}\n"
 
 
 @pytest.mark.parametrize("length", [1000, 1_000_000])
