@@ -20,12 +20,21 @@ export OMP_NUM_THREADS ?= 1
 # the stamp's name has the hash of the requirements, so a changed pin installs again; on a machine with a GPU an environment made for CPUs is made anew
 STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
 
+# programs of an environment begin with the path of its Python. If that is gone, the folder was renamed or copied from another machine:
+# torchrun can't start and `activate` leads nowhere, so the environment is made anew
+MADE_FOR := $(shell sed -n '1s/^\#!//p' $(BIN)/pip 2>/dev/null)
+MOVED := $(if $(MADE_FOR),$(if $(wildcard $(MADE_FOR)),,yes))
+ifdef MOVED
+.PHONY: $(STAMP)
+endif
+
 env: $(STAMP)
 
 $(STAMP):
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(if $(GPU),$(PYTHON) bench/gpu_needs.py)
 	$(if $(GPU),rm -rf $(if $(wildcard $(VENV)/installed-[0-9]*),$(VENV)))
+	$(if $(MOVED),rm -rf $(VENV))
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(REQUIREMENTS) into $(VENV), two to four minutes"
 	$(PIP) $(TORCH)

@@ -21,6 +21,7 @@ import threading
 import time
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -52,6 +53,10 @@ ECHO = 5.0
 # most characters of an error message: it may quote a column or id, perhaps a megabyte long, of a
 # stranger's data
 LONGEST_ERROR = 2000
+# no bugs: a full disk, a quota, a limit of file sizes; a disk that fails, or that Linux has made
+# read-only because it failed; a file server that was started again
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
+DISK_ERRORS = *FULL, errno.EROFS, errno.EIO, errno.ESTALE
 
 
 class UserError(ValueError):
@@ -143,14 +148,61 @@ def set_up_libraries() -> None:
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     # else the C++ code of torch and vLLM prints a warning on each rank, about memory bound to cores
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    place_caches(os.environ)
     # a filter, because DeepSpeed resets its logger's level. It would warn that there is no GPU
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+
+
+def place_caches(environment) -> None:
+    """Gives vLLM and Triton a place for what they compile if the user has no home that can be
+    written, as in many containers: vLLM would end in a traceback when it compiles. `environment` is
+    os.environ; what the user has set stays."""
+    usual = {
+        "VLLM_CACHE_ROOT": environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
+        "TRITON_CACHE_DIR": os.path.expanduser("~/.triton"),
+    }
+    for name, place in usual.items():
+        existing = Path(place)  # or its nearest parent that exists
+        while not os.path.exists(existing) and existing != existing.parent:
+            existing = existing.parent
+        # not absolute: a user id without a name and a home, for which "~" stays as it is
+        fine = os.path.isabs(place) and existing.is_dir() and os.access(existing, os.W_OK)
+        if name not in environment and not fine:
+            own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
+            library = name.split("_")[0].lower()
+            environment[name] = os.path.join(tempfile.gettempdir(), own, library)
+
+
+def open_missing_streams() -> None:
+    """Opens /dev/null as standard input, output or error if the process was started without it
+    (`train.py >&-`). Otherwise Python has None in its place, and the next file or connection that
+    is opened gets its number, so that libraries and signal handlers would write into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the smallest number that is free: this one
+            os.set_inheritable(number, True)
+            mode = "w" if number else "r"
+            setattr(sys, name, open(number, mode, errors="backslashreplace", closefd=False))
+
+
+def refuse_other_python() -> None:
+    """UserError if this is not the Python that `make env` has filled: the usual reason is that the
+    environment is not active, in a new terminal. Looks for libraries but does not import them."""
+    for name in ("torch", "transformers"):
+        if not find_spec(name):
+            raise UserError(
+                f"{sys.executable} has no {name}: type `source .venv/bin/activate` in {ROOT}, and "
+                f"before it `make env` if that was never done"
+            )
 
 
 def script(work, *arguments):
     """Runs a script and returns its result: work(*arguments), or work(sys.argv[1:]) if no arguments
     are given. Errors meant for the user end the process with one sentence and no traceback."""
     set_up_libraries()
+    open_missing_streams()
     # a terminal's encoding may lack characters of a model or dataset; stderr escapes them already
     sys.stdout.reconfigure(errors="backslashreplace")
     # before any import: libraries swallow KeyboardInterrupt while they load
@@ -159,11 +211,12 @@ def script(work, *arguments):
     try:
         # before the config is read: --help must work even if the other arguments are wrong
         if {"-h", "--help"} & set(sys.argv[1:]):
-            doc = sys.modules["__main__"].__doc__
+            doc = sys.modules["__main__"].__doc__ or ""  # `python -OO` drops it
             print(doc)
             if "config/" in doc:  # the command reads one
                 print("config/default.py lists every key with its meaning; --key=value sets one.")
             sys.exit()
+        refuse_other_python()
         if arguments:
             return work(*arguments)
         print_overridden(sys.argv[1:])
@@ -176,10 +229,11 @@ def script(work, *arguments):
         write_stderr("error: the program that read the output (| head?) has ended")
         os._exit(1)  # a normal exit would try to flush, fail, and print that
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            # not a full disk, a quota or a file size limit: unexpected, so the traceback is shown
+        if error.errno not in DISK_ERRORS:  # unexpected, so the traceback is shown
             raise
-        die(f"{error.filename or 'a file of the run'} could not be written: {error.strerror}", 1)
+        # these two may come while a file is read
+        done = "used" if error.errno in (errno.EIO, errno.ESTALE) else "written"
+        die(f"{error.filename or 'a file of the run'} could not be {done}: {error.strerror}", 1)
     except RuntimeError as error:
         if out_of_memory(error):  # while a model loads; for a step train.py has its own message
             die(
@@ -504,6 +558,8 @@ def print_overridden(argv) -> None:
     scripts append flags to the user's."""
     last = {}
     for word in argv:
+        if not word.startswith("--"):  # a path may hold a "=" too: runs/lr=1e-4/step_000100
+            continue
         name, equals, _ = word.removeprefix("--").partition("=")
         key = RENAMED.get(name, name)  # an older name means the same key
         if key in last and equals:
@@ -1019,7 +1075,7 @@ class Stop:
 
 def launched_rank() -> int:
     """This process's rank, as its launcher says: known before the ranks have met."""
-    return from_launcher("RANK", 0)  # torchrun sets it; without it there is one process
+    return from_launcher("RANK", 0)
 
 
 def launched_ranks() -> int:
@@ -1028,7 +1084,9 @@ def launched_ranks() -> int:
 
 
 def from_launcher(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
+    """A number that torchrun has put into the environment. Without RANK there was no torchrun but
+    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us."""
+    text = os.environ.get(name, str(default)) if "RANK" in os.environ else str(default)
     if not text.isdecimal():
         raise UserError(f"the environment has {name}={quoted(text)}, which must be a number")
     return int(text)

@@ -24,7 +24,16 @@ import huggingface_hub.constants
 
 import tasks
 from checks import SOURCE, entries, sources
-from common import PATHS, ROOT, UserError, in_one_line, near_path, quoted, say_on_rank_0
+from common import (
+    PATHS,
+    ROOT,
+    UserError,
+    check_writable,
+    in_one_line,
+    near_path,
+    quoted,
+    say_on_rank_0,
+)
 from prompts import encode_prompts, is_blank, messages_of, prompt_fault, prompt_key, with_uncut
 
 # columns with a meaning in this program, read if a dataset has them
@@ -578,6 +587,7 @@ def open_dataset(source: dict):
 
 def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
     """The error to raise for one of the datasets library. unknown: see open_dataset()."""
+    import datasets
     from datasets.exceptions import SplitsVerificationError
 
     reason = error.__cause__ or error  # the cause says more than the library's wrapper
@@ -588,6 +598,13 @@ def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
         cure = ": complete them, or remove dataset_info from README.md"
     elif "Unknown split" in words:
         cure = no_test(source["split"])
+    elif isinstance(reason, OSError):
+        # a container's user often has no home, and the library keeps a copy even of a local file
+        cache = datasets.config.HF_DATASETS_CACHE
+        try:
+            check_writable("HF_DATASETS_CACHE", cache, folder=True)
+        except UserError as problem:
+            words, cure = str(problem), ": set HF_HOME to a folder of your own"
     return UserError(
         f"dataset {source['name']!r} (config={source['config']!r}, split={source['split']!r}) "
         f"{unknown}can't be loaded as a dataset: {words}{cure}"

@@ -100,7 +100,10 @@ def git_commit() -> str:
     such as your own task, does not count); "" without git."""
     if not shutil.which("git"):
         return ""
-    command = ["git", "-C", ROOT, "describe", "--always", "--dirty"]
+    # git refuses a folder of another user (a container's, a colleague's) unless it is called safe;
+    # we run the code in it anyway
+    safe = f"safe.directory={ROOT}"
+    command = ["git", "-c", safe, "-C", ROOT, "describe", "--always", "--dirty"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_SECONDS)
     except subprocess.TimeoutExpired:  # it reads every tracked file, perhaps from a slow disk
@@ -398,13 +401,23 @@ def rewind(folder: Path, step: int) -> None:
             path.unlink()
 
 
+def wandb_settings(config: dict) -> dict:
+    """The arguments of wandb.init that the config names. A mode that it does not name is that of
+    WANDB_MODE, which may be set for a whole cluster without a network: wandb.init itself would
+    ignore it, because an argument counts more."""
+    options = entries(config, "wandb_options")
+    if "mode" not in config["wandb_options"]:
+        options["mode"] = os.environ.get("WANDB_MODE") or options["mode"]
+    return options
+
+
 def check_wandb(config: dict) -> None:
     """UserError, naming the cure, if nobody is logged in at Weights & Biases, or if an option is
     unknown to it. start_wandb() would say so too, but only after weights are loaded and an earlier
     run's folder is deleted."""
     import wandb
 
-    options = entries(config, "wandb_options")
+    options = wandb_settings(config)
     with wandb_errors(options):
         inspect.signature(wandb.init).bind(**options)
         if options["mode"] == "online":
@@ -415,7 +428,7 @@ def start_wandb(folder: Path, config: dict):
     """Starts or resumes the run at Weights & Biases. UserError, naming the cure, if that fails."""
     import wandb
 
-    options = entries(config, "wandb_options")
+    options = wandb_settings(config)
     settings = {
         "config": config,
         "id": wandb_id(folder),

@@ -206,7 +206,7 @@ def be_alone() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # 0: the system picks a free port
         port = probe.getsockname()[1]
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 

@@ -124,6 +124,7 @@ def test_a_path_that_libraries_read_as_a_pattern_is_refused_before_it_can_not_be
 
 
 def test_a_number_of_prompts_that_ranks_can_not_share_is_refused(refusal, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert all(word in refusal() for word in ("prompts_per_step=32", "3"))
 

@@ -402,6 +402,7 @@ def test_only_an_adam_of_two_moments_goes_on_with_another_number_of_ranks(
     for rank in (0, 1):
         (tmp_path / f"rng_{rank}.pt").touch()
     c = CONFIG | ZERO | changes
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     checkpoint.check_convertible(tmp_path, CONFIG | ZERO)
     checkpoint.check_convertible(tmp_path, c | {"zero_stage": 0})

@@ -1,8 +1,10 @@
 """The words of strangers in sentences of ours, output that nobody reads, and how threads wait."""
 
+import errno
 import os
 import subprocess
 import sys
+import tempfile
 
 import child
 import pytest
@@ -17,6 +19,7 @@ from common import (
     die,
     in_one_line,
     launched_rank,
+    launched_ranks,
     quoted,
     running_elsewhere,
     script,
@@ -46,6 +49,43 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(UserError, match="the environment has RANK='x', which must be a number"):
         launched_rank()
+
+
+def test_what_another_job_has_left_in_the_shell_makes_no_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "")
+    monkeypatch.setenv("RANK", "0")
+    assert launched_ranks() == 8
+    monkeypatch.delenv("RANK")
+    assert launched_ranks() == 1
+    assert common.from_launcher("LOCAL_WORLD_SIZE", 1) == 1
+
+
+def test_what_is_compiled_has_a_place_also_without_a_home(tmp_path, monkeypatch):
+    """As for the user of a container: a home that can't be made, or none at all."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    environment = {}
+    common.place_caches(environment)
+    assert environment == {}
+    (tmp_path / "home").touch()
+    common.place_caches(environment)
+    own = f"{tempfile.gettempdir()}/compiled-{os.getuid()}"
+    elsewhere = {"VLLM_CACHE_ROOT": f"{own}/vllm", "TRITON_CACHE_DIR": f"{own}/triton"}
+    assert environment == elsewhere
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "TRITON_CACHE_DIR": "/mine"}
+    common.place_caches(environment)
+    assert "VLLM_CACHE_ROOT" not in environment and environment["TRITON_CACHE_DIR"] == "/mine"
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    environment = {}
+    common.place_caches(environment)
+    assert environment == elsewhere
+
+
+@pytest.mark.parametrize("words", [["--seed=1", "--seed=2"], ["runs/lr=1/step_1", "runs/lr=1_hf"]])
+def test_only_a_flag_is_overridden_by_a_later_one(words, capsys):
+    common.print_overridden(["export", *words])
+    said = capsys.readouterr().err
+    assert said == ("--seed=1 is not used: --seed=2 comes after it\n" if "--" in words[0] else "")
 
 
 @pytest.mark.parametrize("where, said", [("stdout", "has ended"), ("another", "BrokenPipeError")])
@@ -83,6 +123,28 @@ def test_a_prompt_that_the_output_has_no_signs_for_ends_nothing():
     assert (done.returncode, done.stdout) == (0, rb"\u6570" + b"\n"), done.stderr
 
 
+@pytest.mark.parametrize("streams", ["0", "1", "2", "0 1 2"])
+def test_a_script_that_is_started_without_a_stream_runs_and_gives_its_number_to_no_file(streams):
+    """As from a daemon, or with `>&-`."""
+    work = "lambda argv: (print('τ'), print('τ', file=sys.stderr), sys.stdin.read(), first())"
+    code = (
+        "import os, sys; from common import script\n"
+        "def first():\n"
+        "    with open(os.devnull) as file: sys.exit(0 if file.fileno() > 2 else 9)\n"
+        f"script({work})"
+    )
+    closed = " ".join(f"{number}>&-" for number in streams.split())
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+
+
 @pytest.mark.parametrize("where", ["a closed pipe", "a full disk"])
 def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
     work = "def work(argv):\n    print('a line')\n    raise UserError('row 7 is odd')"
@@ -103,6 +165,23 @@ def test_an_error_is_said_also_where_the_output_can_not_be_written(where):
     )
     os.close(output)
     assert (done.returncode, done.stderr) == (2, "error: row 7 is odd\n")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_or_a_file_server_that_fails_is_a_sentence(number, monkeypatch, capfd):
+    def work(argv):
+        raise OSError(number, os.strerror(number), "runs/a/metrics.jsonl")
+
+    monkeypatch.setattr(os, "_exit", lambda status: sys.exit(status))
+    for name in ("listen", "end_with_torchrun", "set_up_libraries"):
+        monkeypatch.setattr(common, name, lambda *arguments: None)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with pytest.raises(SystemExit, match="1"):
+        script(work)
+    said = capfd.readouterr().err
+    done = "used" if number in (errno.EIO, errno.ESTALE) else "written"
+    reason = os.strerror(number)
+    assert said == f"error: runs/a/metrics.jsonl could not be {done}: {reason}\n"
 
 
 @pytest.mark.parametrize("length", [1000, 1_000_000])

@@ -92,6 +92,19 @@ def test_a_folder_may_be_called_like_a_file(ending, tmp_path):
     check_words(said, "'sums'", "dataset.config='' clears one left over")
 
 
+def test_a_cache_that_can_not_be_written_is_named_with_the_cure(tmp_path, monkeypatch):
+    """As in a container, for a user without a home."""
+    (tmp_path / "home").touch()
+    cache = tmp_path / "home" / "cache"
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    said = refusal(load, parquet(tmp_path, prompt=["a"], answer=["1"]))
+    check_words(said, f"HF_DATASETS_CACHE={str(cache)!r} can't be written", "set HF_HOME to")
+    # another error of the system is not the cache's
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "new")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: open(tmp_path / "gone"))
+    assert "HF_HOME" not in refusal(load, parquet(tmp_path, prompt=["a"], answer=["1"]))
+
+
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "folder"])
 def test_a_part_of_what_has_no_parts_is_refused(kind, tmp_path):
     columns = {"prompt": ["a", "b"], "answer": ["1", "2"]}

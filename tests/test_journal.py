@@ -199,6 +199,12 @@ def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatc
     assert journal.git_commit() == f"{clean}-dirty"
 
 
+def test_a_checkout_of_another_user_has_a_commit(monkeypatch):
+    own = journal.git_commit()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own, for its tests
+    assert own and journal.git_commit() == own
+
+
 def test_a_git_that_hangs_does_not_hold_up_a_run(tmp_path, monkeypatch):
     git = tmp_path / "git"
     git.write_text("#!/bin/sh\nexec sleep 60\n")

@@ -83,6 +83,25 @@ def test_tests_and_bench_run_in_an_environment_made_for_cpus(target, tmp_path):
     assert ".venv/bin/python -m " in said and "venv-cpu" not in said
 
 
+@pytest.mark.parametrize("name", ["demo", "env", "test"])
+def test_the_environment_of_a_folder_that_was_renamed_is_made_anew(name, tmp_path):
+    """Its torchrun and pip name a Python that is gone; `activate` too."""
+    env = os.environ | {"PATH": no_gpu()}
+    bin = tmp_path / "before" / ".venv" / "bin"
+    bin.mkdir(parents=True)
+    (bin / "python3").write_text("")
+    (bin / "pip").write_text(f"#!{bin}/python3\n")
+    (bin / "pip").chmod(0o755)
+    # what make would install has the stamp's name in its last line
+    said = make(tmp_path / "before", env, "env")
+    stamp = tmp_path / "before" / said.split()[-1]
+    stamp.touch()
+    assert "pip install" not in make(tmp_path / "before", env, "env")
+    after = (tmp_path / "before").rename(tmp_path / "after")
+    said = make(after, env, name)
+    assert said.index("rm -rf .venv\n") < said.index("-m venv .venv") < said.index("pip install")
+
+
 def test_the_demo_of_a_real_model_makes_the_environment_then_the_model_then_compares(tmp_path):
     said = make(tmp_path, os.environ | {"PATH": no_gpu()}, "demo-real")
     steps = [

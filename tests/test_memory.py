@@ -182,6 +182,7 @@ def test_an_optimizer_on_the_cpu_gets_its_ranks_share_of_the_cores(monkeypatch):
     given = []
     monkeypatch.setattr(train, "usable_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for offloads, device in ((True, "cuda"), (True, "cpu"), (False, "cuda")):
         train.share_cores({"offload_optimizer": offloads}, torch.device(device))
@@ -193,6 +194,7 @@ def test_ranks_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert common.rank_memory() == 6000
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
     assert common.rank_memory() == 1500
 
 

@@ -52,6 +52,23 @@ def test_help_shows_how_to_run_before_torch_is_loaded(without_torch, command):
     assert ("config/default.py lists every key" in done.stdout) == ("config/" in done.stdout)
 
 
+@pytest.mark.parametrize("command", ["train.py", "sft.py", "evaluate.py", "generate.py"])
+def test_a_python_without_the_libraries_is_told_how_to_get_them(command):
+    """As in a terminal where the environment is not active: -S hides its packages."""
+    done = subprocess.run(
+        [sys.executable, "-S", command, TINY],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{sys.executable} has no torch: " in done.stderr
+    assert "`make env`" in done.stderr
+    assert f"`source .venv/bin/activate` in {ROOT}," in done.stderr
+
+
 @pytest.mark.parametrize(
     "command", [["train.py"], ["sft.py"], ["evaluate.py"], ["generate.py"], ["-m", "server"]]
 )

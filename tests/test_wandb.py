@@ -57,6 +57,21 @@ def test_nobody_needs_to_log_in_for_a_run_that_stays_offline(monkeypatch):
     journal.check_wandb(with_options(mode="offline"))
 
 
+def test_the_mode_of_the_environment_holds_unless_the_config_names_one(monkeypatch):
+    """As WANDB_MODE=offline on a cluster, or "disabled" of somebody who uploads nothing."""
+    for mode in ("offline", "disabled"):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert journal.wandb_settings(with_options(project="p"))["mode"] == mode
+        assert journal.wandb_settings(with_options(mode="online"))["mode"] == "online"
+    logins = []
+    monkeypatch.setattr("wandb.login", lambda: logins.append(1))
+    journal.check_wandb(with_options(project="p"))
+    assert not logins
+    monkeypatch.delenv("WANDB_MODE")
+    journal.check_wandb(with_options(project="p"))
+    assert logins == [1]
+
+
 def check_with_nobody(folder: Path) -> None:
     os.environ.update(WANDB | NOWHERE)
     common.script(lambda argv: journal.check_wandb(with_options(mode="online")))
