@@ -449,11 +449,19 @@ def test_a_sampler_with_other_weights_stops_the_run(tiny_model_dir):
     batch["sampler_logps"] = batch["old_logps"].clone()
     assert sampler_mismatch(batch, 0.001)["sampling/sampling_logp_difference/mean"] == 0
     batch["sampler_logps"] = batch["old_logps"] - 0.2
-    with pytest.raises(RunStopped, match=r"0\.200 nats"):
+    with pytest.raises(RunStopped, match=r"0\.2 nats"):
         sampler_mismatch(batch, 0.1)
     batch["sampler_logps"][0, 0] = math.nan  # no comparison with it is true
     with pytest.raises(RunStopped, match="nan nats"):
         sampler_mismatch(batch, 0.1)
+
+
+def test_a_limit_of_0_which_is_not_off_shows_the_rounding_that_it_stops_for(tiny_model_dir):
+    batch = batch_of()
+    gradients(tiny_model_dir, REWARDS, "--objective=maxent", batch=batch)
+    batch["sampler_logps"] = batch["old_logps"] * (1 - 1e-6)
+    with pytest.raises(RunStopped, match=r"by \d\.\d+e-0[67] nats .*; -1, not 0, turns"):
+        sampler_mismatch(batch, 0.0)
 
 
 def test_a_resume_says_that_the_rate_is_another(monkeypatch):
