@@ -600,18 +600,6 @@ def unused_flags(argv, instead: dict) -> str:
     return "\n".join(lines)
 
 
-def only_source(words: list[str], takes: str) -> Path:
-    """The path that must be the only word left by own_flags(). UserError if nothing is at that
-    path, or if there is not exactly one; its message then begins with `takes`, which says what the
-    command takes."""
-    if len(words) != 1 or words[0].startswith("-"):
-        raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
-    source = Path(words[0])
-    if not source.exists():
-        raise UserError(f"{source} is not there")
-    return source
-
-
 def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:
     """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
     warning of unused_flags(), if there is one."""

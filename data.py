@@ -291,10 +291,6 @@ def is_name(value) -> bool:
     return type(value) in (str, int, float)  # not isinstance: True is not a name
 
 
-def is_texts(value) -> bool:
-    return isinstance(value, list) and all(isinstance(text, str) for text in value)
-
-
 def is_count(value) -> bool:
     in_range = type(value) in (int, float) and 0 <= value < 2**31  # NaN is not
     return in_range and value == int(value)

@@ -123,10 +123,11 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     Solutions without a token or longer than max_completion_length are left out, and their number is
     printed."""
     for row in rows:
-        if row.get("solutions") is not None and not data.is_texts(row["solutions"]):
+        solutions = row.get("solutions") or []
+        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
             raise UserError(
                 f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
-                f"{quoted(row['solutions'])}"
+                f"{quoted(solutions)}"
             )
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from common import UserError, default_config, only_source, own_flags, read_settings, script
+from common import UserError, default_config, own_flags, read_settings, script
 from compare.results import (
     LAST,
     colors_of,
@@ -31,6 +31,7 @@ from compare.results import (
     draw_way,
     markdown,
     metrics_of,
+    only_source,
     prepare_file,
     prepare_picture,
     read_evaluation,

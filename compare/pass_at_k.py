@@ -21,10 +21,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from common import UserError, only_source, own_flags, script
+from common import UserError, own_flags, script
 from compare.results import (
     colors_of,
     markdown,
+    only_source,
     pass_at_k,
     prepare_file,
     prepare_picture,

@@ -44,6 +44,18 @@ COLUMNS = ["arm", "metric", "effect", "low", "high", "p", "run_min", "run_max"]
 # --- reading the runs' files
 
 
+def only_source(words: list[str], takes: str) -> Path:
+    """The path that must be the only word left by own_flags(). UserError if nothing is at that
+    path, or if there is not exactly one; its message then begins with `takes`, which says what the
+    command takes."""
+    if len(words) != 1 or words[0].startswith("-"):
+        raise UserError(f"{takes}, not {' '.join(words) or 'nothing'}")
+    source = Path(words[0])
+    if not source.exists():
+        raise UserError(f"{source} is not there")
+    return source
+
+
 def read_objects(path: Path) -> list[dict]:
     """The objects in a file of JSON lines. OSError or ValueError if it is damaged."""
     try:

@@ -18,8 +18,8 @@ from pathlib import Path
 import pandas as pd
 
 from checks import moves_beta, moves_tau
-from common import UserError, load_config, only_source, own_flags, script
-from compare.results import markdown, metrics_of, runs_in
+from common import UserError, load_config, own_flags, script
+from compare.results import markdown, metrics_of, only_source, runs_in
 from controllers import entropy_target, steering_metric
 
 OWN = {"last": 0}  # the number of last steps that are measured; 0: half of all
