@@ -119,26 +119,20 @@ def evaluate(sampler, inputs, c: dict, world: World) -> list[dict]:
 
 
 def start_command(command: str, checkpoint: Path) -> None:
-    """Starts eval_command for a checkpoint, in a session of its own. If it can't be started, the
-    run prints a warning and goes on."""
-    words = []
-    for word in shlex.split(command):  # checks.py has made sure that it can be split
-        words.append(word.replace("{checkpoint}", str(checkpoint)))
+    """Starts eval_command for a checkpoint, in a shell and a session of its own."""
     # without torchrun's variables: the command is not a rank of this run
     left_out = {*OF_TORCHRUN, CHOSEN_WAITING}
     kept = {}
     for name, value in os.environ.items():
         if name not in left_out and not name.startswith("TORCHELASTIC_"):
             kept[name] = value
-    try:
-        subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # signals to the run's process group must not reach it
-            env=kept,
-        )
-    except OSError as error:
-        print(f"warning: eval_command {words} could not be started: {error}", flush=True)
+    subprocess.Popen(
+        command.replace("{checkpoint}", shlex.quote(str(checkpoint))),
+        shell=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # signals to the run's process group must not reach it
+        env=kept,
+    )
 
 
 def print_row(name: str, cells: list[str]) -> None:

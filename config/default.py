@@ -153,8 +153,7 @@ save_steps = 0  # every N steps and at the end; 0: only at the end; -1: never
 save_total_limit = 2  # how many of the newest checkpoints to keep; 0 keeps all
 keep_every = 0  # checkpoints of every N-th step are kept for good; 0 off
 checkpoint_mode = "full"  # each has a Hugging Face model; "shallow": only the last one has
-eval_command = ""  # started after a save, such as "sbatch slurm/evaluate.sh {checkpoint}", without
-#                    a shell; "" off
+eval_command = ""  # run by a shell after a save: "sbatch slurm/evaluate.sh {checkpoint}"; "" off
 push_to_hub = ""  # hub repository for full checkpoints (private), such as "me/math-maxent"; "" off
 log_rollouts_steps = 0  # completions of every N-th step go to rollouts/step_N.rank_R.jsonl; 0 off
 report_to = ""  # "" metrics.jsonl only; "wandb": Weights & Biases too

@@ -521,9 +521,7 @@ def test_one_evaluation_is_not_compared_with_itself(tmp_path, capsys):
     assert "mean@8                  0.250\n" in table and "change" not in table
 
 
-def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_be_costs_a_line(
-    tmp_path, capsys, monkeypatch
-):
+def test_an_eval_command_is_started_in_a_shell_as_no_rank_of_this_run(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_SCRATCH", "/scratch")  # a cluster's
     monkeypatch.setattr(evaluate, "CHOSEN_WAITING", "GOMP_SPINCOUNT")  # not the user's
@@ -532,39 +530,15 @@ def test_an_eval_command_is_started_as_no_rank_of_this_run_and_one_that_can_not_
     path.mkdir(parents=True)
     seen = path / "seen"
     evaluate.start_command(
-        "sh -c 'echo rank=$RANK$GOMP_SPINCOUNT $LOCAL_SCRATCH > \"$0/seen\"' {checkpoint}", path
+        "cd {checkpoint} && echo rank=$RANK$GOMP_SPINCOUNT $LOCAL_SCRATCH > seen", path
     )
     end = time.monotonic() + PATIENCE
     while not seen.exists() or not seen.read_text().endswith("\n"):
         assert time.monotonic() < end
         time.sleep(0.02)
     assert seen.read_text() == "rank= /scratch\n"
-    evaluate.start_command("no-such-program {checkpoint}", path)
-    assert "could not be started" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "command, words",
-    [
-        ("sbatch slurm/evaluate.sh", "must hold"),
-        ("sh -c 'echo {checkpoint}", "not closed"),
-        ("python evaluate.py --model={checkpoint} > eval.log", "without a shell"),
-        ("python evaluate.py --model={checkpoint} 2>eval.log", "without a shell"),
-        ("cd /tmp && ls {checkpoint}", "without a shell"),
-        ("cd /tmp; ls {checkpoint}", "without a shell"),
-        ("ls $HOME {checkpoint}", "without a shell"),
-        ("X=1 ls {checkpoint}", "without a shell"),
-    ],
-)
-def test_an_eval_command_that_could_not_run_is_refused(command, words):
-    with pytest.raises(UserError, match=words):
-        load_config([f"--eval_command={command}"])
-
-
-def test_an_eval_command_may_start_a_shell_and_name_keys():
-    for command in (
-        "sh -c 'ls {checkpoint} > $HOME/log'",
-        "curl http://host/?a=1&b={checkpoint}",
-        "python e.py --model={checkpoint} --a=b",
-    ):
-        assert load_config([f"--eval_command={command}"])["eval_command"] == command
+def test_an_eval_command_without_its_checkpoint_is_refused():
+    with pytest.raises(UserError, match="must hold"):
+        load_config(["--eval_command=sbatch slurm/evaluate.sh"])
