@@ -991,107 +991,6 @@ def convert(shards: str, out: str) -> None:
         ds_to_universal.main(ds_to_universal.parse_arguments())
 
 
-# --- export, and the command line
-
-
-def engine_weights(path: Path) -> dict:
-    """{name: tensor} of the language model, from DeepSpeed's shards of any ZeRO stage and number of
-    ranks."""
-    import torch
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-    file = path / "engine" / "mp_rank_00_model_states.pt"
-    if file.exists():  # below stage 3 this file of rank 0 holds all weights
-        state = torch.load(file, map_location="cpu", weights_only=True)["module"]
-    else:
-        with no_code():
-            state = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
-    weights = {}
-    for name, tensor in state.items():
-        if name.startswith("lm."):  # not InfoSeed's head
-            weights[name.removeprefix("lm.")] = tensor
-    return weights
-
-
-def export(path, out) -> None:
-    """Makes the Hugging Face folder `out` from a checkpoint, even from a "shallow" one. UserError
-    if the checkpoint is not whole or holds code, or if `out` exists already."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    from policy import add_adapters, drop_unsavable, model_weights, save_adapter
-
-    path = Path(path)
-    out = Path(out)
-    tmp = Path(f"{out}.tmp")
-    for folder in (out, tmp):  # never write into somebody's folder
-        if folder.exists():
-            raise UserError(f"export: {folder} exists already: name a new folder")
-    problem = verify(path) or code_in(path)
-    if problem:
-        raise UserError(f"export: {problem}")
-    config = settings_of(path)
-    if config["dtype"] not in CHOICES["dtype"]:
-        raise damaged(path / "train_config.json")
-    with torch.device("meta"):  # shapes only, no memory
-        lm = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, trust_remote_code=False)
-        )
-        if config["lora_rank"]:
-            add_adapters(lm, config["lora_rank"], base=config["model"])
-    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
-    trained = read_trained(path)
-    if trained is None:
-        print(
-            f"warning: {path} has no list of its training prompts ({TRAINED}), so evaluate.py "
-            f"can't warn when it evaluates on them"
-        )
-    saved = engine_weights(path)
-    weights = {}
-    for name, _ in lm.named_parameters():
-        if name not in saved:
-            raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
-    # not strict: `weights` holds tied weights once, the model expects them under both names
-    lm.load_state_dict(weights, strict=False, assign=True)
-    lm.tie_weights()  # assign=True has replaced only one of the two
-    weights = dict(model_weights(lm, 0))
-    parameters = sum(tensor.numel() for tensor in weights.values())
-    sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
-    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    drop_unsavable(lm)
-    with stops_if_unwritten(tmp, f"make room and remove {tmp}"):
-        lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
-        # the checkpoint's own: it may have stop tokens that config.json lacks
-        if (path / "generation_config.json").exists():
-            shutil.copy(path / "generation_config.json", tmp)
-        save_adapter(tmp / "adapter", lm, 0, 0)
-        tokenizer.save_pretrained(tmp)
-        write_trained(tmp, trained)
-        tmp.rename(out)  # whole or absent, like a checkpoint
-    print(sentence)
-
-
-USAGE = (
-    "usage: python checkpoint.py export RUN/step_N OUT   or   "
-    "python checkpoint.py verify RUN/step_N"
-)
-
-
-def main(argv) -> None:
-    command = argv[0] if argv else ""
-    if command == "export" and len(argv) == 3:
-        export(argv[1], argv[2])
-    elif command == "convert" and len(argv) == 3:  # convert_apart calls it
-        convert(argv[1], argv[2])
-    elif command == "verify" and len(argv) == 2:
-        problem = verify(argv[1])
-        print(in_one_line(problem) or f"{argv[1]} is whole")
-        sys.exit(bool(problem))  # status 1, for scripts
-    else:
-        raise UserError(USAGE)
-
-
 # --- push_to_hub: uploads full checkpoints to the Hugging Face hub, in the background
 
 
@@ -1210,6 +1109,107 @@ def link_model(path: Path, copy: Path) -> None:
 
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(path, copy, copy_function=link, ignore=private)
+
+
+# --- export, and the command line
+
+
+def engine_weights(path: Path) -> dict:
+    """{name: tensor} of the language model, from DeepSpeed's shards of any ZeRO stage and number of
+    ranks."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    file = path / "engine" / "mp_rank_00_model_states.pt"
+    if file.exists():  # below stage 3 this file of rank 0 holds all weights
+        state = torch.load(file, map_location="cpu", weights_only=True)["module"]
+    else:
+        with no_code():
+            state = get_fp32_state_dict_from_zero_checkpoint(str(path), "engine")
+    weights = {}
+    for name, tensor in state.items():
+        if name.startswith("lm."):  # not InfoSeed's head
+            weights[name.removeprefix("lm.")] = tensor
+    return weights
+
+
+def export(path, out) -> None:
+    """Makes the Hugging Face folder `out` from a checkpoint, even from a "shallow" one. UserError
+    if the checkpoint is not whole or holds code, or if `out` exists already."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from policy import add_adapters, drop_unsavable, model_weights, save_adapter
+
+    path = Path(path)
+    out = Path(out)
+    tmp = Path(f"{out}.tmp")
+    for folder in (out, tmp):  # never write into somebody's folder
+        if folder.exists():
+            raise UserError(f"export: {folder} exists already: name a new folder")
+    problem = verify(path) or code_in(path)
+    if problem:
+        raise UserError(f"export: {problem}")
+    config = settings_of(path)
+    if config["dtype"] not in CHOICES["dtype"]:
+        raise damaged(path / "train_config.json")
+    with torch.device("meta"):  # shapes only, no memory
+        lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, trust_remote_code=False)
+        )
+        if config["lora_rank"]:
+            add_adapters(lm, config["lora_rank"], base=config["model"])
+    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
+    trained = read_trained(path)
+    if trained is None:
+        print(
+            f"warning: {path} has no list of its training prompts ({TRAINED}), so evaluate.py "
+            f"can't warn when it evaluates on them"
+        )
+    saved = engine_weights(path)
+    weights = {}
+    for name, _ in lm.named_parameters():
+        if name not in saved:
+            raise UserError(f"export: {path / 'engine'} has no {name}")
+        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
+    # not strict: `weights` holds tied weights once, the model expects them under both names
+    lm.load_state_dict(weights, strict=False, assign=True)
+    lm.tie_weights()  # assign=True has replaced only one of the two
+    weights = dict(model_weights(lm, 0))
+    parameters = sum(tensor.numel() for tensor in weights.values())
+    sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    drop_unsavable(lm)
+    with stops_if_unwritten(tmp, f"make room and remove {tmp}"):
+        lm.save_pretrained(tmp, state_dict=weights)  # this empties `weights`
+        # the checkpoint's own: it may have stop tokens that config.json lacks
+        if (path / "generation_config.json").exists():
+            shutil.copy(path / "generation_config.json", tmp)
+        save_adapter(tmp / "adapter", lm, 0, 0)
+        tokenizer.save_pretrained(tmp)
+        write_trained(tmp, trained)
+        tmp.rename(out)  # whole or absent, like a checkpoint
+    print(sentence)
+
+
+USAGE = (
+    "usage: python checkpoint.py export RUN/step_N OUT   or   "
+    "python checkpoint.py verify RUN/step_N"
+)
+
+
+def main(argv) -> None:
+    command = argv[0] if argv else ""
+    if command == "export" and len(argv) == 3:
+        export(argv[1], argv[2])
+    elif command == "convert" and len(argv) == 3:  # convert_apart calls it
+        convert(argv[1], argv[2])
+    elif command == "verify" and len(argv) == 2:
+        problem = verify(argv[1])
+        print(in_one_line(problem) or f"{argv[1]} is whole")
+        sys.exit(bool(problem))  # status 1, for scripts
+    else:
+        raise UserError(USAGE)
 
 
 if __name__ == "__main__":

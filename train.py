@@ -180,19 +180,22 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     frozen reference."""
     lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c)).to(device)
     warning = make_trainable(lm, c["model"])
-    if trains and warning:  # once, not for the reference too
-        say_on_rank_0(warning)
-    if trains and c["gradient_checkpointing"]:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
     lm.train(trains).requires_grad_(trains)
     dropout = turn_off_dropout(lm)
-    if trains and dropout:
-        say_on_rank_0(
-            f"the model's dropout of up to {dropout:g} is off: completions are sampled without it"
-        )
-    if trains and c["lora_rank"]:
-        say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
-    seeds = seed_classes(c) if trains else 0
+    seeds = 0
+    if trains:  # what follows is printed once, not for the reference too
+        if warning:
+            say_on_rank_0(warning)
+        if dropout:
+            say_on_rank_0(
+                f"the model's dropout of up to {dropout:g} is off: completions are sampled "
+                f"without it"
+            )
+        if c["gradient_checkpointing"]:
+            lm.gradient_checkpointing_enable({"use_reentrant": False})
+        if c["lora_rank"]:
+            say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
+        seeds = seed_classes(c)
     # the first temperature only: set_temperature() follows the schedule
     return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
 
