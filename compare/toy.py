@@ -1,18 +1,20 @@
-"""What an objective does, on the smallest policy there is: a table of logits, one for each of 24
-answers to a single prompt, of which six are right. Takes seconds and needs no model.
+"""What an objective does, on the smallest policies there are, in half a minute and without a model.
 
     python -m compare.toy
     python -m compare.toy --picture=runs/toy.png
     python -m compare.toy --arms=mine.py --max_completion_length=32
 
-Targets and losses are the trainer's own. In each step groups of G answers are sampled, right ones
-are rewarded with 1, and Adam changes the logits.
+Targets and losses are the trainer's own. A policy is a matrix: features of a prompt times weights
+gives a logit for each of 24 answers. There are two worlds:
 
-An answer has max_completion_length tokens (1 unless given), which share its log-prob equally. The
-more there are, the less mean log-probs differ, so p = softmax(scores) gets flat and maxent does
-what maxrl does (docs/objectives.md). What is missing here: prompts that share weights, where
-learning one harms another. So no objective forgets the prompts that are rarely solved. Controllers
-and several updates a step are missing too.
+    one prompt      six answers are right, likely ones and unlikely ones. Which of them survive?
+    128 prompts     with 8 features, so they share weights, and learning one may harm another; two
+                    answers of each are right. Which prompts survive?
+
+In each step groups of G answers are sampled, right ones are rewarded with 1, and Adam changes the
+weights. An answer has max_completion_length tokens (1 unless given), which share its log-prob
+equally. The more there are, the less mean log-probs differ, so p = softmax(scores) gets flat
+(docs/objectives.md). Controllers, and several updates a step, are not in here.
 
 The command's own flags: --arms (a file with a line `name = {"key": value, ...}` for each arm, by
 default compare/toy_arms.py), --seeds (runs of each arm), --picture (a file to draw). Every other
@@ -38,41 +40,78 @@ from checks import uses_ref_scores, uses_scores
 from common import ROOT, UserError, read_config_file, scheduled, with_tau
 from compare.__main__ import flags_of, read_arm
 from compare.frontier import spread
-from compare.results import colors_of, markdown, prepare_picture
+from compare.results import colors_of, draw_way, markdown, prepare_picture
+from preflight import try_formula
 
 BASE = {
-    "prompts_per_step": 4,  # groups of a step, all of the one prompt
+    "prompts_per_step": 8,
     "num_generations": 16,
     "max_completion_length": 1,
     "learning_rate": 0.05,
     "max_steps": 300,
 }
 ANSWERS = 24
-RIGHT = 6  # of the ANSWERS, the first ones
-# likely ones and unlikely ones (by a factor of 12) among the right answers, and among the wrong
-START = torch.cat([torch.linspace(2.5, 0, RIGHT), torch.linspace(2.5, 0, ANSWERS - RIGHT)])
+POINTS = 30  # measurements on the way of a run
 # A group whose pushes are drawn: its rows, and how likely their answers are.
 GROUP = ("A", "A", "A", "B", "x", "x", "x", "y")
 LIKELY = {"A": 0.4, "B": 0.05, "x": 0.4, "y": 0.001}
 RIGHT_ROWS = 4  # the first ones
+SHOWN = ("mean", "different"), ("mean", "solved")  # figures of one prompt, of many; see Point
 
 
-class Step(NamedTuple):
-    """A policy before a step: its samples' chance to be right, and the effective number of its
-    right answers, exp(their entropy)."""
-
-    right: float
-    different: float
+class World(NamedTuple):
+    features: torch.Tensor  # (Q, D) of Q prompts
+    right: torch.Tensor  # (Q, ANSWERS) bool
+    weights: torch.Tensor  # (D, ANSWERS) of the policy at the start
 
 
 class Groups(NamedTuple):
-    """Some groups of sampled answers. The policy's figures have a graph."""
+    """Sampled answers of a step. The policy's figures have a graph."""
 
-    logps: torch.Tensor  # (P, G) of the answers under the policy
+    logps: torch.Tensor  # (P, G) under the policy
     ref_logps: torch.Tensor  # (P, G) under the policy at the start
     rewards: torch.Tensor  # (P, G)
     answers: torch.Tensor  # (P, G) int
-    entropy: torch.Tensor  # () of the policy
+    entropies: torch.Tensor  # (P,) of the policy
+
+
+class Point(NamedTuple):
+    """A policy at some step: means over the prompts."""
+
+    mean: float  # the chance of a right answer
+    solved: float  # the chance of at least one among 64, pass@64
+    different: float  # the effective number of right answers, exp(their entropy)
+
+
+# --- the worlds
+
+
+def one_prompt() -> World:
+    """Six of the answers are right; their logits, and those of the others, go from 2.5 to 0."""
+    right = torch.arange(ANSWERS) < 6
+    logits = torch.cat([torch.linspace(2.5, 0, 6), torch.linspace(2.5, 0, ANSWERS - 6)])
+    return World(torch.ones(1, 1), right[None], logits[None])
+
+
+def many_prompts(prompts: int = 128, features: int = 8, right_answers: int = 2) -> World:
+    """Random features and right answers, and weights that a short supervised warm start has
+    learnt."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(prompts, features, generator=generator) / math.sqrt(features)
+    right = torch.zeros(prompts, ANSWERS, dtype=torch.bool)
+    for row in right:
+        row[torch.randperm(ANSWERS, generator=generator)[:right_answers]] = True
+    weights = torch.zeros(features, ANSWERS, requires_grad=True)
+    optimizer = torch.optim.Adam([weights], lr=0.05)
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = -(X @ weights).log_softmax(1)[right].mean()
+        loss.backward()
+        optimizer.step()
+    return World(X, right, weights.detach())
+
+
+# --- the trainer's loss, and what it pushes
 
 
 def loss_of(groups: Groups, c: dict) -> tuple:
@@ -110,7 +149,8 @@ def loss_of(groups: Groups, c: dict) -> tuple:
     counts = learner.step_counts(targets, measured.lengths)
 
     def policy(*_):  # in the place of a model
-        return logps, (groups.entropy / T).expand(P * G, T)
+        per_row = groups.entropies.repeat_interleave(G)  # (N,)
+        return logps, (per_row / T)[:, None].expand(-1, T)
 
     _, loss, _ = learner.micro_batch_loss(policy, micro_batch, targets, c["beta"], c, counts)
     pull = None
@@ -132,7 +172,7 @@ def pushes(logps, rewards, answers, c: dict) -> torch.Tensor:
     """How much one gradient step would raise the log-prob of each row of a group, (G,): the
     negative gradient of the loss. logps, rewards, answers (G,)."""
     logps = logps.clone()[None].requires_grad_()  # (1, G)
-    groups = Groups(logps, logps.detach(), rewards[None], answers[None], torch.zeros(()))
+    groups = Groups(logps, logps.detach(), rewards[None], answers[None], torch.zeros(1))
     loss, _ = loss_of(groups, c)
     return -torch.autograd.grad(loss, logps)[0][0]
 
@@ -159,68 +199,87 @@ def weight_of_groups(c: dict) -> torch.Tensor:
     return totals / totals.abs().max().clamp(min=1e-30)
 
 
-def train(c: dict, seed: int) -> tuple[list[Step], float | None]:
-    """The policy before each step and after the last one, and weights/pull in the first step."""
+# --- training
+
+
+def train(world: World, c: dict, seed: int) -> tuple[list[Point], float | None]:
+    """The policy at POINTS moments of a run and at its end, and weights/pull in the first step."""
     generator = torch.Generator().manual_seed(seed)
-    logits = START.clone().requires_grad_()  # (ANSWERS,)
-    optimizer = torch.optim.Adam([logits], lr=c["learning_rate"])
-    shape = c["prompts_per_step"], c["num_generations"]  # P, G
-    path, first_pull = [], None
+    weights = world.weights.clone().requires_grad_()  # (D, ANSWERS)
+    optimizer = torch.optim.Adam([weights], lr=c["learning_rate"])
+    points, first_pull = [], None
     for step in range(c["max_steps"]):
-        logps = logits.log_softmax(0)
-        path.append(state_of(logps))
-        probs = logps.detach().exp()
-        sampled = torch.multinomial(probs, math.prod(shape), True, generator=generator).view(shape)
-        groups = Groups(
-            logps=logps[sampled],
-            ref_logps=START.log_softmax(0)[sampled],
-            rewards=(sampled < RIGHT).float(),
-            answers=sampled,
-            entropy=-(logps.exp() * logps).sum(),
-        )
+        if step % max(1, c["max_steps"] // POINTS) == 0:
+            points.append(measure(world, weights.detach()))
+        groups = sample(world, weights, c, generator)
         at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], step))}
         loss, pull = loss_of(groups, at_step)
         first_pull = pull if step == 0 else first_pull
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return [*path, state_of(logits.log_softmax(0))], first_pull
+    return [*points, measure(world, weights.detach())], first_pull
 
 
-def state_of(logps: torch.Tensor) -> Step:
-    probs = logps.detach().exp()  # (ANSWERS,)
-    right = probs[:RIGHT].sum()
-    shares = probs[:RIGHT] / right
-    return Step(right.item(), torch.special.entr(shares).sum().exp().item())
+def sample(world: World, weights: torch.Tensor, c: dict, generator) -> Groups:
+    prompts = torch.randint(len(world.features), (c["prompts_per_step"],), generator=generator)
+    features = world.features[prompts]  # (P, D)
+    logps = (features @ weights).log_softmax(1)  # (P, ANSWERS)
+    start_logps = (features @ world.weights).log_softmax(1)
+    probs = logps.detach().exp()
+    answers = torch.multinomial(probs, c["num_generations"], True, generator=generator)  # (P, G)
+    return Groups(
+        logps=logps.gather(1, answers),
+        ref_logps=start_logps.gather(1, answers),
+        rewards=world.right[prompts].gather(1, answers).float(),
+        answers=answers,
+        entropies=-(logps.exp() * logps).sum(1),
+    )
+
+
+def measure(world: World, weights: torch.Tensor) -> Point:
+    right_probs = (world.features @ weights).softmax(1) * world.right  # (Q, ANSWERS)
+    p = right_probs.sum(1)  # (Q,)
+    entropies = torch.special.entr(right_probs / p[:, None]).sum(1)
+    figures = p, 1 - (1 - p) ** 64, entropies.exp()
+    return Point(*[figure.mean().item() for figure in figures])
 
 
 # --- table and picture
 
 
-def table_of(paths: dict, pulls: dict) -> str:
-    """paths: arm -> list of Steps of each seed; pulls: arm -> weights/pull or None."""
-    start = next(iter(paths.values()))[0][0]
-    rows = [["(start)", "", f"{start.right:.3f}", f"{start.different:.3f}"]]
-    for arm, runs in paths.items():
-        ends = pd.DataFrame([run[-1] for run in runs])
+def cells_of(runs: list[list[Point]], shown: tuple) -> list[str]:
+    ends = pd.DataFrame([run[-1] for run in runs])
+    return [spread(ends[name]) for name in shown]
+
+
+def table_of(runs: dict, pulls: dict) -> str:
+    """runs: arm -> (runs in the world of one prompt, of many), each the Points of each seed; pulls:
+    arm -> weights/pull or None."""
+    head = ["arm", "weights/pull", "one prompt: right", "different", "many: right", "pass@64"]
+    first = next(iter(runs.values()))
+    rows = [["(start)", ""]]
+    for seeds, shown in zip(first, SHOWN, strict=True):
+        rows[0] += cells_of([seeds[0][:1]], shown)  # all runs start alike
+    for arm, (one, many) in runs.items():
         pull = "" if pulls[arm] is None else f"{pulls[arm]:.2f}"
-        rows.append([arm, pull, spread(ends["right"]), spread(ends["different"])])
-    return markdown(["arm", "weights/pull", "right", "different right answers"], *rows)
+        rows.append([arm, pull, *cells_of(one, SHOWN[0]), *cells_of(many, SHOWN[1])])
+    return markdown(head, *rows)
 
 
-def draw(configs: dict, paths: dict, picture: Path) -> None:
+def draw(configs: dict, runs: dict, picture: Path) -> None:
     """Above: the pushes on the rows of GROUP, a panel for each arm. Below: how much a group counts,
-    and the runs, one line for each seed."""
+    and the way of each run from a cross to a dot."""
     import matplotlib
 
     matplotlib.use("Agg")  # draws to a file, needs no window
     import matplotlib.pyplot as plt
 
     colors = colors_of(configs)
-    columns = min(4, len(configs))
+    columns = min(5, len(configs))
     rows = -(-len(configs) // columns)  # rounded up
-    figure = plt.figure(figsize=(13, 4.2 + 1.9 * rows), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.9 * rows, 4.2])
+    figure = plt.figure(figsize=(14, 4.4 + 1.9 * rows), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1.9 * rows, 4.4])
     above.suptitle(
         "Push on each row of one group (shares): A and B are right, x and y wrong; "
         "A and x likely, B and y not"
@@ -233,21 +292,23 @@ def draw(configs: dict, paths: dict, picture: Path) -> None:
         panel.set_xticks(range(len(GROUP)), GROUP)
         panel.axhline(0, color="black", linewidth=0.8)
         panel.set_title(arm, fontsize=10)
-    weight, right, different = below.subplots(1, 3)
+    weight, *ways = below.subplots(1, 3)
     for i, (arm, c) in enumerate(configs.items()):
         totals = weight_of_groups(c)
         # the first line is the widest, because several arms lie upon each other
-        width = 1.5 + 0.8 * (len(configs) - 1 - i)
+        width = 1.5 + 0.7 * (len(configs) - 1 - i)
         counts = range(1, len(totals) + 1)
         weight.plot(counts, totals, color=colors[arm], linewidth=width, label=arm)
-        for run in paths[arm]:
-            right.plot([step.right for step in run], color=colors[arm], linewidth=1)
-            different.plot([step.different for step in run], color=colors[arm], linewidth=1)
+        for panel, seeds, shown in zip(ways, runs[arm], SHOWN, strict=True):
+            for run in seeds:
+                draw_way(panel, pd.DataFrame(run)[list(shown)], colors[arm], width=1)
     G = max(c["num_generations"] for c in configs.values())
     weight.set(title="How much a group counts", xlabel=f"right rows of {G}")
-    right.set(title="Chance of a right answer", xlabel="step")
-    different.set(title=f"Different right answers, of {RIGHT}", xlabel="step")
-    for panel in (weight, right, different):
+    ways[0].set(title="One prompt: effective number of right answers")
+    ways[1].set(title="128 prompts that share weights: pass@64")
+    for panel in ways:
+        panel.set_xlabel("chance of a right answer")
+    for panel in (weight, *ways):
         panel.grid(alpha=0.3)
     below.legend(*weight.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     figure.savefig(picture, dpi=110)
@@ -259,6 +320,7 @@ def read_arms(file, shared: list[str]) -> dict:
     configs = {}
     for arm, overrides in read_config_file(file).items():
         _, config = read_arm(file, arm, overrides, [*flags_of(BASE), *shared])
+        try_formula(config)  # a user's own
         configs[arm] = with_tau(config, vocabulary=ANSWERS)
     if not configs:
         raise UserError(f"--arms={file} names no arm")
@@ -272,14 +334,17 @@ def main(own: dict, shared: list[str]) -> None:
         prepare_picture(own["picture"])
     configs = read_arms(own["arms"] or ROOT / "compare" / "toy_arms.py", shared)
     torch.set_num_threads(1)  # for so few numbers a second thread only costs
-    paths, pulls = {}, {}
+    worlds = one_prompt(), many_prompts()
+    runs, pulls = {}, {}
     for arm, config in configs.items():
-        runs = [train(config, seed) for seed in range(1, own["seeds"] + 1)]
-        paths[arm] = [path for path, _ in runs]
-        pulls[arm] = runs[0][1]
-    print(table_of(paths, pulls))
+        runs[arm] = []
+        for world in worlds:
+            trained = [train(world, config, seed) for seed in range(1, own["seeds"] + 1)]
+            runs[arm].append([points for points, _ in trained])
+            pulls.setdefault(arm, trained[0][1])  # of the one prompt
+    print(table_of(runs, pulls))
     if own["picture"]:
-        draw(configs, paths, Path(own["picture"]))
+        draw(configs, runs, Path(own["picture"]))
         print(f"picture: {own['picture']}")
 
 
