@@ -808,7 +808,8 @@ def train(run: Run) -> None:
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
-            # 7. sampler against trainer: weights that did not arrive stop the run
+            # 7. sampler against trainer: weights that did not arrive stop the run. After 6, because
+            # the trainer's log-probs are those of the update's own forward
             unseeded = rollout.take(batch, collected.unseeded_indices)
             # the log-probs of a skipped update may be NaN, which says nothing about the sampler
             metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)

@@ -77,8 +77,9 @@ seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group'
 unlikeliness_coef = 0.0  # shrinks rewards above 0, those of the group's likeliest rows most; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
 maxent_tau = -1.0  # temperature of the weights w (maxent, xdr) or goals (flow); "inf"; -1: the
-#                    largest safe one, 1 / ln(vocabulary), for maxent and flow divided by T_q and by
-#                    the scale of scores, and by L if scores are sums
+#                    bound above which wrong answers win (at it up to half may be wrong in the end),
+#                    1 / ln(vocabulary), for maxent and flow divided by T_q and by the scale of
+#                    scores, and by L if scores are sums
 maxent_q_temperature = 1.0  # T_q: the target over a group is q = softmax(reward / T_q)
 maxent_q_epsilon = 0.0  # the smallest q of a row: a share G * epsilon of q is uniform; 0 off
 maxent_score_norm = "length"  # divides summed log-probs: "length", "constant" (L), "sum" (1)

@@ -22,6 +22,7 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
+maxent_loss = "floored"  # as in math_maxent.py
 # 1 / ln(151,936 tokens), above which wrong answers win. Up to there the weights, with rewards of 0
 # and 1, are uniform over the right answers to within 2e-4, so an excess entropy would leave nothing
 # to steer tau by
