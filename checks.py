@@ -1192,6 +1192,15 @@ def reward_warnings(c: dict) -> list[str]:
             "info_seed_reward > 0: these make right rows unequal, which takes the excess entropy "
             "below 0, and tau rises for it until wrong answers win"
         )
+    several = sum(weight != 0 for weight in c["reward_weights"]) > 1
+    # "none" makes every group count, whatever its rewards
+    selects = c["maxent_group_weight"] == "equal" and c["maxent_skip_equal_groups"] != "none"
+    if objective.group_loss and several and selects:
+        warnings.append(
+            f"reward_weights={c['reward_weights']} with objective={c['objective']!r}: a group "
+            "without a right answer counts as fully as one with, if the smaller rewards differ in "
+            "it; set maxent_group_weight='spread' (docs/rewards.md has other cures)"
+        )
     # whether groups in which all rewards are equal teach something by these rewards
     learns_equal = objective.group_loss != "" and skipped_groups(c) != "all"
     unlikely = not objective.group_loss and c["unlikeliness_coef"] > 0

@@ -536,6 +536,23 @@ def test_settings_that_work_against_each_other_are_warned_about():
     )
 
 
+def test_a_smaller_reward_that_may_make_wrong_groups_count_fully_is_warned_about():
+    two = ["--reward_funcs=math,format", "--reward_weights=1,0.1"]
+    for objective, about in OBJECTIVES.items():
+        said = warnings_of(100, *two, f"--objective={objective}")
+        assert ("maxent_group_weight='spread'" in said) == bool(about.group_loss), objective
+    # its own cure, a metric, a single reward; and who lets every group count has asked for it
+    for flags in (
+        [*two, "--maxent_group_weight=spread"],
+        [*two, "--reward_weights=1,0"],
+        ["--reward_funcs=math"],
+        [*two, "--maxent_skip_equal_groups=none"],
+    ):
+        assert warnings_of(100, *flags) == ""
+    for name in CONFIGS:
+        assert "counts as fully" not in warnings_of(100, str(ROOT / "config" / name))
+
+
 @pytest.mark.parametrize("name", ["grpo", "infoseed", "maxent", "steered"])
 def test_mathematics_sends_gradients_once_a_step(name):
     """ZeRO 2 and 3 reduce them in every backward."""

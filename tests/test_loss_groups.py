@@ -24,6 +24,8 @@ from loss_steps import (
 from slow_loss import slow_softmax
 
 import checks
+import common
+import learner
 import loss
 
 
@@ -245,3 +247,39 @@ def test_the_limit_of_tau_falls_with_what_q_leaves_of_the_lead_of_right_rows(
 def test_summed_scores_have_a_limit_that_falls_with_the_length():
     c = config(16, dict(maxent_score_norm="sum"))
     assert checks.tau_limit(c, 4) == pytest.approx(1 / (L * math.log(4)))
+
+
+def pushed(reward: float, *flags) -> torch.Tensor:
+    """(8,): how far a step raises the scores of eight rows, from the least to the most likely. The
+    fifth has this reward, the others 0. Advantages are divided by G, as the loss does."""
+    c = common.load_config([f"--{flag}" for flag in flags])
+    rewards = torch.zeros(1, 8, dtype=torch.float64)
+    rewards[0, 4] = reward
+    scores = torch.linspace(-1.6, -0.1, 8, dtype=torch.float64)[None].requires_grad_()
+    group = learner.GroupMeasures(rewards, rewards, torch.ones(1, 8))
+    targets = learner.group_targets(group, 0.08, 0.0, c)
+    if targets.advantages is not None:
+        return targets.advantages[0] / 8
+    counts = learner.step_counts(targets, group.lengths)
+    learner.group_loss(scores, targets, c, counts).backward()
+    return -scores.grad[0]
+
+
+def test_a_small_reward_among_wrong_answers_is_worth_what_docs_rewards_says():
+    small = pushed(0.01, "objective=maxent")
+    assert small[0] == pytest.approx(0.07, abs=2e-3) and small[4] == pytest.approx(0.016, abs=1e-3)
+    assert pushed(1, "objective=maxent")[4] == pytest.approx(0.88, abs=5e-3)
+    assert pushed(0.01, "objective=flow")[0] > 0.05
+    for objective in ("maxent", "flow"):
+        by_spread = [f"objective={objective}", "maxent_group_weight=spread"]
+        assert pushed(0.01, *by_spread).abs().max() < 1e-5
+        # a group with 1 of 8 right keeps .44 of its weight
+        kept = pushed(1, *by_spread) / pushed(1, by_spread[0])
+        assert torch.allclose(kept, torch.full_like(kept, 0.4375))
+    for objective in ("dr_grpo", "pkpo"):  # in proportion
+        one = pushed(1, f"objective={objective}")
+        assert torch.allclose(pushed(0.01, f"objective={objective}"), one / 100)
+    for objective in ("maxrl", "grpo", "dapo", "gspo", "cispo"):  # as much as a right answer
+        name = f"objective={objective}"
+        assert torch.allclose(pushed(0.01, name), pushed(1, name), rtol=0.03)
+        assert pushed(0.01, name, "scale_rewards=none")[4] < 0.002

@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import tasks
+from checks import FLAGS
+from common import load_config, own_flags
 from tasks import between, countdown, crossword, graph_coloring, rush_hour
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,3 +197,26 @@ def test_errors_name_the_value_and_the_choices(task, configs):
         task.rows("test", size + 1, 0)
     with pytest.raises(ValueError, match="n=-2"):
         task.rows("test", -2, 0)
+
+
+def test_the_readmes_own_task_and_its_commands_hold_together():
+    """A warm start that leaves something to learn, and a training that shows it."""
+    section = (ROOT / "README.md").read_text().split("## Your own task")[1].split("\n## ")[0]
+    code, commands = re.findall(r"```\w*\n(.*?)```", section, re.DOTALL)
+    own = {}
+    exec(code, own)
+    train, test = own["rows"]("train", -1, 0), own["rows"]("test", -1, 0)
+    assert train and test and not {row["id"] for row in train} & {row["id"] for row in test}
+    for row in [*train, *test]:
+        assert [own["reward"](text, row["answer"]) for text in row["solutions"]] == [1]
+    warm, rl = (
+        shlex.split(line) for line in commands.replace("\\\n", " ").splitlines() if line.strip()
+    )
+    assert (warm[:2], rl[:2]) == (["python", "sft.py"], ["python", "train.py"])
+    flags, rest = own_flags(warm[2:], FLAGS["sft"])
+    config = load_config(rl[2:])
+    assert config["model"] == load_config(rest)["output_dir"]
+    assert flags["steps"] <= 80  # after 200 a share of .98 is right, and RL shows nothing
+    assert 0 < config["eval_steps"] < config["max_steps"]
+    longest = max(len(row["answer"]) for row in train)
+    assert config["max_completion_length"] > longest
