@@ -395,7 +395,14 @@ def may_have_gradient(rewards, beta: float, c: dict):
     # a user's own advantages may compare rows across groups
     if acts_on_all(beta, c) or rewards_seeds(c) or objective.has_own_advantages:
         return torch.ones(len(rewards), dtype=torch.bool)
-    if objective.group_loss:
+    return rewards_teach(rewards, c)
+
+
+def rewards_teach(rewards, c: dict):
+    """(P,) bool: groups whose rewards (P, G) tell better rows from worse, or that the objective
+    wants to keep. Unlike may_have_gradient() it leaves out what acts on a group whatever its
+    rewards: a KL, an entropy bonus, a user's formula that looks beyond the group."""
+    if OBJECTIVES[c["objective"]].group_loss:
         return L.active_groups(rewards, skipped_groups(c))
     differ = ~L.equal_groups(rewards)  # in equal groups the entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but not wrong ones
