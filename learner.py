@@ -41,7 +41,7 @@ from checks import (
     uses_ref_scores,
     uses_scores,
 )
-from common import RunStopped
+from common import RunStopped, UserError
 from policy import completion_mask
 from ranks import across_ranks, gather_rows, wait_for_gpu
 
@@ -242,7 +242,12 @@ def row_advantages(measured: GroupMeasures, c: dict):
     measured.rewards: already shaped."""
     name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
-        raise ValueError(f"learner.row_advantages has no branch for objective={c['objective']!r}")
+        # found by preflight.try_formula() before anything loads
+        raise UserError(
+            f"learner.row_advantages has no branch for objective={c['objective']!r}, whose "
+            f'advantage="own" in checks.OBJECTIVES promises one: add it, or take a formula of '
+            f"loss.ADVANTAGES"
+        )
     formula = L.ADVANTAGES[name]
     return formula(measured.rewards, scale_of(c), c["pkpo_k"])
 
