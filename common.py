@@ -766,8 +766,13 @@ def read_settings(path: Path) -> dict:
 
 
 def refuse_missing_folder(model: str) -> None:
-    """UserError if `model` is clearly a path, not a hub id, and there is no such folder, so that
-    the hub is not asked for it."""
+    """UserError, so that the hub is not asked for it, if `model` is clearly a path, not a hub id,
+    and there is no such folder, or if it is sft.py's name for a new model."""
+    if model == "tiny" and not os.path.isdir(model):
+        raise UserError(
+            "model='tiny' is a new model that only sft.py makes: first `python sft.py CONFIG "
+            "--model=tiny --output_dir=runs/warm --learning_rate=2e-3`, then --model=runs/warm here"
+        )
     if not model.startswith((*PATHS, "runs/")) or os.path.isdir(model):
         return
     hint = ""
