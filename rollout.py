@@ -813,14 +813,18 @@ def to_batch(rollouts: list[dict], device) -> dict:
 
 
 def take(batch: dict, rows: torch.Tensor) -> dict:
-    """The given rows of a batch, cut to the longest sequence and completion among them."""
+    """The given rows of a batch, cut to the longest sequence and completion among them. What is as
+    wide as the sampler's log-probs, (N, T) or (N, T, ...), is taken to be per completion token,
+    whatever its name, so that a tensor of a user's own is cut too."""
     part = {key: values[rows] for key, values in batch.items()}
     longest = int((part["prompt_lengths"] + part["lengths"]).max())
     longest_completion = int(part["lengths"].max())
-    part["ids"] = part["ids"][:, :longest]
-    for key in part:
-        if key.endswith("_logps"):  # (n, T): the sampler's, the reference's, the policy's
-            part[key] = part[key][:, :longest_completion]
+    width = batch["sampler_logps"].shape[1]  # T
+    for key, values in part.items():
+        if key == "ids":  # (N, S): wider, as a prompt has a token at least
+            part[key] = values[:, :longest]
+        elif values.dim() > 1 and values.shape[1] == width:
+            part[key] = values[:, :longest_completion]
     return part
 
 
