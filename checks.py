@@ -148,7 +148,10 @@ USED = {
     "controller_meta_truncation_steps": lambda o, c: (
         c["controller_meta_method"] in ("", "truncated_backprop")
     ),
-    "info_seed_temperature": lambda o, c: c["info_seed_loss_type"] == "infonce",
+    # without seeds it has a switch to tell of
+    "info_seed_temperature": lambda o, c: (
+        c["info_seed_num_seeds"] == 0 or c["info_seed_loss_type"] == "infonce"
+    ),
 }
 
 
@@ -1083,18 +1086,20 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
 
 def unused(c: dict, defaults: dict) -> list[str]:
     """Sentences about changed settings that nothing reads, by SWITCHES and USED: one for each
-    switch that is off, and one for the objective."""
+    switch that is off, and one for the objective. Each setting is in one of them only."""
     changed = [key for key in c if key in defaults and c[key] != defaults[key]]
+    objective = OBJECTIVES[c["objective"]]
+    unread = [key for key in changed if key in USED and not USED[key](objective, c)]
     sentences = []
     for beginnings, is_read, switch in SWITCHES:
         vain = [key for key in changed if key.startswith(beginnings) and key != switch]
+        # what the objective does not read is no better off once the switch is on
+        vain = [key for key in vain if key not in unread]
         if vain and not is_read(c):
             sentences.append(f"{settings(vain, c)}: not used with {switch}={c[switch]!r}")
-    objective = OBJECTIVES[c["objective"]]
-    vain = [key for key in changed if key in USED and not USED[key](objective, c)]
-    if vain:
+    if unread:
         sentences.append(
-            f"{settings(vain, c)}: not used by objective={c['objective']!r} with the other keys "
+            f"{settings(unread, c)}: not used by objective={c['objective']!r} with the other keys "
             f"as they are"
         )
     return sentences

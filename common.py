@@ -422,6 +422,11 @@ def refuse_usual_mistakes(key: str, value, default, where: str) -> None:
             f"{where}={quoted(value)} is not a Python literal: put quotes around names and texts, "
             f"close every bracket, and in a shell put '...' around the whole value"
         )
+    if key == "scale_rewards" and str(value).lower() in ("true", "false"):
+        ours = "group" if str(value).lower() == "true" else "none"
+        raise UserError(f"{where}: TRL's {str(value).capitalize()} is {key}={ours!r} here")
+    if key == "report_to" and value in ("none", "None"):
+        raise UserError(f"{where}: leave it out, or write --{key}= for no report")
     if value is True and key == "resume_from_checkpoint":
         raise UserError(f"{where}: write --{key}=latest, or name a step_* folder")
     first = next(iter(checks.ENTRIES.get(key, {})), "")
@@ -766,8 +771,13 @@ def read_settings(path: Path) -> dict:
 
 
 def refuse_missing_folder(model: str) -> None:
-    """UserError if `model` is clearly a path, not a hub id, and there is no such folder, so that
-    the hub is not asked for it."""
+    """UserError, so that the hub is not asked for it, if `model` is clearly a path, not a hub id,
+    and there is no such folder, or if it is sft.py's name for a new model."""
+    if model == "tiny" and not os.path.isdir(model):
+        raise UserError(
+            "model='tiny' is a new model that only sft.py makes: first `python sft.py CONFIG "
+            "--model=tiny --output_dir=runs/warm --learning_rate=2e-3`, then --model=runs/warm here"
+        )
     if not model.startswith((*PATHS, "runs/")) or os.path.isdir(model):
         return
     hint = ""
@@ -1171,6 +1181,19 @@ WHOLE = "completions are sampled from the whole distribution, which the loss ass
 ENDS = (
     "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
 )
+KL = (
+    "--beta is the weight of a KL in the loss (there is none in the reward); under maxent and flow "
+    "it tilts the weights instead (maxent_kl=True: both)"
+)
+BONUS = (
+    "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
+    "where TRL has a mean over tokens"
+)
+RESAMPLE = (
+    "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
+    "good"
+)
+REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
 # the same for keys of TRL and verl, which no config.json of ours has
 FOREIGN = {
     "lr": "learning_rate",
@@ -1187,12 +1210,18 @@ FOREIGN = {
     "vllm_importance_sampling_cap": "importance_sampling_cap",
     "vllm_importance_sampling_clip_max": "importance_sampling_cap",
     "vllm_server_base_url": "rollout_server",
+    "epsilon_low": "epsilon",
+    "clip_ratio": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
     # from here on mostly sentences
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
     "reward_kwargs": "functools.partial in a module of yours fixes a reward's arguments",
-    "kl_coef": "--beta is the weight of a KL in the loss; there is none in the reward",
+    "kl_coef": KL,
+    "kl_loss_coef": KL,
+    "use_kl_loss": KL,
     "vllm_server_timeout": "--rollout_timeout is for each answer of a server, its start included",
     "log_completions": "--log_rollouts_steps=N writes them every N steps",
     "num_completions_to_print": "--log_rollouts_steps=N writes all of every N-th step",
@@ -1207,8 +1236,10 @@ FOREIGN = {
     "at one update a batch, k3 that of False",
     "use_adaptive_entropy": "--maxent_target_weight_entropy steers the entropy of the weights",
     "entropy_target": "--maxent_target_weight_entropy is a target for the weights of a group",
-    "entropy_coef": "a bonus per token is --objective=token_entropy with --token_entropy_coef, a "
-    "sum over N * L where TRL has a mean over tokens",
+    "entropy_coef": BONUS,
+    "entropy_coeff": BONUS,
+    "dynamic_sampling": RESAMPLE,
+    "filter_groups": RESAMPLE,
     "adam_epsilon": "--optimizer_options.eps=1e-8 sets it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
@@ -1259,12 +1290,21 @@ FOREIGN = {
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.rollout.n": "num_generations",
     "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.actor.clip_ratio": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
-    "actor_rollout_ref.actor.kl_loss_coef": "beta",
+    "actor_rollout_ref.actor.use_kl_loss": KL,
+    "actor_rollout_ref.actor.kl_loss_coef": KL,
+    "actor_rollout_ref.actor.entropy_coeff": BONUS,
     "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
     "algorithm.adv_estimator": "the objective says it: --objective=dapo is grpo with the mean over "
     "tokens, grpo has one per row",
+    "algorithm.use_kl_in_reward": KL,
+    "algorithm.kl_ctrl.kl_coef": KL,
+    "algorithm.filter_groups.enable": RESAMPLE,
+    "custom_reward_function.path": REWARD,
+    "custom_reward_function.name": REWARD,
+    "reward_model.enable": f"there are no reward models: {REWARD}",
     "data.train_batch_size": "prompts_per_step",
     "data.train_files": "dataset.name",
     "data.val_files": "eval_dataset.name",

@@ -175,6 +175,8 @@ PANELS = {  # panels of curves.png: title -> metrics; "eval/mean@" stands for an
     "weights over the group": ("weights/entropy_norm", "weights/incorrect_mass", "tau"),
     "gradient, distance": ("kl", "grad_norm", "sampling/sampling_logp_difference/mean"),
 }
+# drawn against an axis on the right, in nats per token: beside a gradient's norm they would be flat
+ON_THE_RIGHT = ("kl", "sampling/sampling_logp_difference/mean")
 
 
 def panels_of(lines: list[dict]) -> dict:
@@ -214,17 +216,28 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / 3)
     figure = plt.figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    smooth = False  # whether a running mean is drawn
     for place, (title, curves) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(rows, columns, place, title=title, xlabel="step")
-        for name, (steps, values) in curves.items():
+        right = axis.twinx() if set(ON_THE_RIGHT) & set(curves) else None
+        lines = []
+        for i, (name, (steps, values)) in enumerate(curves.items()):
+            side, label, style = axis, name.removeprefix("eval/"), {"color": f"C{i}"}
+            if name in ON_THE_RIGHT:
+                side, label = right, f"{name.removeprefix('sampling/')} (right)"
             if name.startswith("eval/"):
-                axis.plot(steps, values, marker="o", markersize=3, label=name.removeprefix("eval/"))
+                lines += side.plot(steps, values, marker="o", markersize=3, label=label, **style)
             else:  # single steps are noisy: draw them faintly, and their running mean
-                (line,) = axis.plot(steps, running_mean(values), label=name)
-                axis.plot(steps, values, color=line.get_color(), alpha=0.25, linewidth=0.8)
+                lines += side.plot(steps, running_mean(values), label=label, **style)
+                side.plot(steps, values, alpha=0.25, linewidth=0.8, **style)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        if right is not None:
+            right.set_ylim(bottom=0)
+        (right or axis).legend(handles=lines, fontsize=8)  # the right one is drawn above
+        smooth = smooth or not all(name.startswith("eval/") for name in curves)
+    if smooth:
+        figure.supxlabel("bold: running mean of about 10 steps; faint: single steps", fontsize=8)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

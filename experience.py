@@ -375,16 +375,18 @@ class Symptoms:
         """A sentence when for EQUAL_STEPS steps no group's rewards (P, G) taught anything. right
         (p, G + S): which of this rank's completions are correct."""
         c = self.config
-        # InfoSeed's rows have rewards and a loss of their own; 0.0: the gradient of a KL, which any
-        # group has, teaches nothing new
-        teaches = c["info_seed_num_seeds"] > 0 or learner.may_have_gradient(rewards, 0.0, c).any()
+        # InfoSeed's rows have rewards and a loss of their own
+        teaches = c["info_seed_num_seeds"] > 0 or learner.rewards_teach(rewards, c).any()
         self.equal_steps = 0 if teaches else self.equal_steps + 1
         if self.equal_steps != EQUAL_STEPS:
             return ""
         all_right = not any_rank(not bool(right.all()))
+        unless = ""
+        if OBJECTIVES[c["objective"]].has_own_advantages:
+            unless = f" (unless objective={c['objective']!r} looks beyond the rewards of a group)"
         return (
             f"for {EQUAL_STEPS} steps all completions of a group have had equal rewards (mean "
-            f"{rewards.mean():.3g}), from which nothing is learnt: "
+            f"{rewards.mean():.3g}), from which nothing is learnt{unless}: "
             f"{self.suspect(step, rewards, metrics, all_right)}"
         )
 

@@ -41,7 +41,7 @@ from checks import (
     uses_ref_scores,
     uses_scores,
 )
-from common import RunStopped
+from common import RunStopped, UserError
 from policy import completion_mask
 from ranks import across_ranks, gather_rows, wait_for_gpu
 
@@ -242,7 +242,12 @@ def row_advantages(measured: GroupMeasures, c: dict):
     measured.rewards: already shaped."""
     name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
-        raise ValueError(f"learner.row_advantages has no branch for objective={c['objective']!r}")
+        # found by preflight.try_formula() before anything loads
+        raise UserError(
+            f"learner.row_advantages has no branch for objective={c['objective']!r}, whose "
+            f'advantage="own" in checks.OBJECTIVES promises one: add it, or take a formula of '
+            f"loss.ADVANTAGES"
+        )
     formula = L.ADVANTAGES[name]
     return formula(measured.rewards, scale_of(c), c["pkpo_k"])
 
@@ -395,7 +400,14 @@ def may_have_gradient(rewards, beta: float, c: dict):
     # a user's own advantages may compare rows across groups
     if acts_on_all(beta, c) or rewards_seeds(c) or objective.has_own_advantages:
         return torch.ones(len(rewards), dtype=torch.bool)
-    if objective.group_loss:
+    return rewards_teach(rewards, c)
+
+
+def rewards_teach(rewards, c: dict):
+    """(P,) bool: groups whose rewards (P, G) tell better rows from worse, or that the objective
+    wants to keep. Unlike may_have_gradient() it leaves out what acts on a group whatever its
+    rewards: a KL, an entropy bonus, a user's formula that looks beyond the group."""
+    if OBJECTIVES[c["objective"]].group_loss:
         return L.active_groups(rewards, skipped_groups(c))
     differ = ~L.equal_groups(rewards)  # in equal groups the entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but not wrong ones

@@ -30,6 +30,7 @@ from transformers.utils import cached_file, logging
 
 import checkpoint
 import data
+import learner
 import packing
 import rewards
 import rollout
@@ -622,9 +623,11 @@ class Inputs(NamedTuple):
 
 def try_formula(c: dict) -> None:
     """UserError if the objective's formula of advantages is missing, or does not give every row a
-    finite advantage, both in a group of equal rewards and in one of unequal rewards."""
+    finite advantage, both in a group of equal rewards and in one of unequal rewards. Of a branch
+    of learner.row_advantages only its absence is told."""
     name = OBJECTIVES[c["objective"]].advantage
     if name == "own":
+        try_branch(c)
         return
     if name not in ADVANTAGES:
         raise UserError(
@@ -649,6 +652,20 @@ def try_formula(c: dict) -> None:
             f"{tried} gives NaN or infinity: groups of equal rewards are usual, and have no spread "
             f"to divide by"
         )
+
+
+def try_branch(c: dict) -> None:
+    """UserError if learner.row_advantages has no branch for the objective."""
+    G = c["num_generations"]
+    rewards = torch.zeros(2, G)
+    lengths = torch.ones(2, G)
+    try:
+        measured = learner.GroupMeasures(rewards, rewards, lengths)
+        learner.row_advantages(measured, c | {"pkpo_k": round(scheduled(c["pkpo_k"], 0))})
+    except UserError:
+        raise
+    except Exception:  # there is a branch, and it may need what only a run measures
+        pass
 
 
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:

@@ -813,14 +813,18 @@ def to_batch(rollouts: list[dict], device) -> dict:
 
 
 def take(batch: dict, rows: torch.Tensor) -> dict:
-    """The given rows of a batch, cut to the longest sequence and completion among them."""
+    """The given rows of a batch, cut to the longest sequence and completion among them. What is as
+    wide as the sampler's log-probs, (N, T) or (N, T, ...), is taken to be per completion token,
+    whatever its name, so that a tensor of a user's own is cut too."""
     part = {key: values[rows] for key, values in batch.items()}
     longest = int((part["prompt_lengths"] + part["lengths"]).max())
     longest_completion = int(part["lengths"].max())
-    part["ids"] = part["ids"][:, :longest]
-    for key in part:
-        if key.endswith("_logps"):  # (n, T): the sampler's, the reference's, the policy's
-            part[key] = part[key][:, :longest_completion]
+    width = batch["sampler_logps"].shape[1]  # T
+    for key, values in part.items():
+        if key == "ids":  # (N, S): wider, as a prompt has a token at least
+            part[key] = values[:, :longest]
+        elif values.dim() > 1 and values.shape[1] == width:
+            part[key] = values[:, :longest_completion]
     return part
 
 
@@ -874,16 +878,22 @@ def completion_metrics(rollouts: list[dict], n: int) -> dict:
 
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """A prompt with its best and its worst rollout, special tokens included, as the model sees
-    them. It is the first prompt whose rewards differ, if there is one. rewards (p, G)."""
+    them. It is the first prompt whose rewards differ. If there is none, it is the first prompt,
+    with its first completion and the last one that is another. rewards (p, G)."""
     place = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
     G = rewards.shape[1]
     rollouts = rollouts[place * G : (place + 1) * G]
     scores = rewards[place].tolist()
     prompt_ids = rollouts[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
-    for score in (max(scores), min(scores)):  # index() finds the first of equal ones
-        r = rollouts[scores.index(score)]
+    # index() finds the first of equal ones
+    shown = [scores.index(max(scores)), scores.index(min(scores))]
+    if shown[0] == shown[1]:  # equal rewards
+        first = rollouts[0]["completion_ids"]
+        shown = [0] + [i for i in range(1, G) if rollouts[i]["completion_ids"] != first][-1:]
+    for i in shown:
+        r = rollouts[i]
         ids = r["completion_ids"]
-        what = f"reward {score:.3f}, {len(ids)} tokens ({r['finish_reason']})"
+        what = f"reward {scores[i]:.3f}, {len(ids)} tokens ({r['finish_reason']})"
         lines.append(f"  {what}: {tokenizer.decode(ids)!r}")
     return "\n".join(lines)

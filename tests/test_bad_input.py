@@ -472,6 +472,16 @@ def test_resuming_from_another_run_does_not_write_over_a_third(
     )
 
 
+def test_the_model_that_sft_makes_is_not_looked_for_on_the_hub(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"only sft\.py makes: first `python sft\.py CONFIG"):
+        preflight.load_model_files("tiny")
+    (tmp_path / "tiny").symlink_to(tiny_model_dir)  # a folder of the user's own
+    assert preflight.load_model_files("tiny").config.model_type == "qwen2"
+
+
 def test_resuming_is_refused_without_a_whole_checkpoint(refusal, run_folder):
     message = refusal(f"--output_dir={run_folder}", "--resume_from_checkpoint=latest")
     assert "resume_from_checkpoint='latest'" in message and str(run_folder) in message

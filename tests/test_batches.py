@@ -88,6 +88,20 @@ def test_taking_rows_cuts_to_their_own_longest_and_loses_no_token():
     assert one["ids"][0].tolist() == RAGGED[1]["prompt_ids"] + RAGGED[1]["completion_ids"]
 
 
+def test_taking_rows_cuts_what_a_user_has_added_per_token_and_nothing_else():
+    own = {
+        "surprise": torch.arange(24.0).view(4, 6),
+        "features": torch.arange(48.0).view(4, 6, 2),
+        "of_rows": torch.arange(20.0).view(4, 5),
+    }
+    part = rollout.take(rollout.to_batch(RAGGED, "cpu") | own, torch.tensor([3, 0]))
+    assert part["surprise"].tolist() == [[18.0, 19.0], [0.0, 1.0]]
+    assert part["features"].tolist() == own["features"][[3, 0], :2].tolist()
+    assert part["of_rows"].tolist() == own["of_rows"][[3, 0]].tolist()
+    again = rollout.take(part, torch.tensor([0]))  # of a batch that is cut already
+    assert again["surprise"].tolist() == [[18.0]]
+
+
 SAMPLING = rollout.Sampling(temperature=1.0, max_tokens=6, stop_token_ids=[EOS], seeds=[1, 2])
 
 

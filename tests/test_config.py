@@ -2,12 +2,13 @@
 
 import json
 import math
+import re
 
 import pytest
 from configs import DEFAULTS, refusal, write
 
 from checks import ENTRIES
-from common import FOREIGN, REPLACED, load_config, scheduled
+from common import FOREIGN, REPLACED, ROOT, load_config, scheduled
 
 
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
@@ -111,6 +112,57 @@ def test_every_older_key_is_taken_or_told_what_has_replaced_it():
         else:
             key, _, entry = replacement.partition(".")
             assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
+
+
+def test_the_document_for_users_of_verl_knows_what_the_code_does():
+    table = (ROOT / "docs" / "from_trl.md").read_text().split("| verl | here |")[1]
+    taken, told = table.split("\n\n")[0].split("| | |")
+    for rows, sentences in ((taken, False), (told, True)):
+        for row in rows.strip().splitlines():
+            names, ours = row.strip("|").split("|")[:2]
+            for name in re.findall(r"`([a-z][\w.]+)`", names):
+                assert (" " in FOREIGN[name]) == sentences, name
+                assert sentences or f"`{FOREIGN[name]}`" in ours, name
+
+
+@pytest.mark.parametrize(
+    "flag, key, value",
+    [
+        ("--clip_ratio=.1", "epsilon", 0.1),
+        ("--clip_ratio_low=.1", "epsilon", 0.1),
+        ("--epsilon_low=.1", "epsilon", 0.1),
+        ("--clip_ratio_high=.28", "epsilon_high", 0.28),
+        ("--actor_rollout_ref.actor.clip_ratio=.1", "epsilon", 0.1),
+    ],
+)
+def test_a_clip_of_another_trainer_is_ours(flag, key, value):
+    assert load_config([flag])[key] == value
+
+
+@pytest.mark.parametrize(
+    "flag, cure",
+    [
+        ("--entropy_coeff=.01", "--objective=token_entropy with --token_entropy_coef"),
+        ("--dynamic_sampling=True", "--resample_equal_groups=N"),
+        ("--filter_groups=True", "--resample_equal_groups=N"),
+        ("--algorithm.filter_groups.enable=True", "--resample_equal_groups=N"),
+        ("--kl_coef=.1", "under maxent and flow it tilts the weights"),
+        ("--algorithm.kl_ctrl.kl_coef=.1", "under maxent and flow it tilts the weights"),
+        ("--actor_rollout_ref.actor.use_kl_loss=True", "--beta is the weight of a KL"),
+        ("--actor_rollout_ref.actor.kl_loss_coef=.1", "--beta is the weight of a KL"),
+        ("--custom_reward_function.path=a.py", "--reward_funcs=module:function"),
+        ("--reward_model.enable=True", "no reward models: a reward is a Python function"),
+        ("--report_to=none", "leave it out, or write --report_to= for"),
+        ("--scale_rewards=False", "TRL's False is scale_rewards='none' here"),
+        ("--scale_rewards=true", "TRL's True is scale_rewards='group' here"),
+    ],
+)
+def test_a_key_or_value_of_another_trainer_is_told_ours(flag, cure):
+    assert cure in refusal(flag)
+
+
+def test_a_value_of_another_trainer_is_told_ours_in_a_file_too(tmp_path):
+    assert "'none' here" in refusal(write(tmp_path, "scale_rewards = False"))
 
 
 @pytest.mark.parametrize(

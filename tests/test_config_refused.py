@@ -295,7 +295,7 @@ def test_a_json_config_has_the_same_limits(tmp_path):
         ("push_to_hub=False", ["push_to_hub must be of type str, not bool False"]),
         ("eval_command=true", ["eval_command must be of type str", "not bool True"]),
         ("dataset.name=False", ["dataset", "of type str", "not bool False"]),
-        ("scale_rewards=False", ["scale_rewards='False' must be one of '', 'group'"]),
+        ("scale_rewards=std", ["scale_rewards='std' must be one of '', 'group'"]),
         ("push_to_hub=me/it save_steps=-1", ["push_to_hub='me/it'", "save_steps=-1"]),
         ("dataset.name=x.jsonl dataset.more=tokens", ["dataset.more=['tokens']", "another name"]),
         ("eval_command=a:{checkpoint} save_steps=-1", ["eval_command='a:", "save_steps=-1"]),

@@ -294,8 +294,23 @@ SWITCHED = {
 def test_a_setting_whose_switch_is_off_is_warned_about(setting):
     switch, on = SWITCHED[setting]
     flag = "--" + setting.replace("'", "")
-    assert f"{setting}: not used with {switch}" in warnings_of(100, flag)
+    # dr_grpo: one that reads the setting, if it is a clip of policy gradients
+    reader = ["--objective=dr_grpo"] * setting.startswith("epsilon")
+    assert f"{setting}: not used with {switch}" in warnings_of(100, flag, *reader)
     assert "not used" not in warnings_of(100, flag, *on.split())
+
+
+@pytest.mark.parametrize("key", USED)
+def test_a_setting_that_nothing_reads_is_told_once(key):
+    for objective in SHIPPED:
+        said = warnings_of(100, f"--{key}={READERS[key][0]}", f"--objective={objective}")
+        assert said.count(f"{key}=") <= 1, said
+
+
+def test_a_switch_that_is_off_is_told_only_where_it_would_help():
+    assert "with num_iterations=1" not in warnings_of(100, "--epsilon_high=.28")
+    seeds = ["--info_seed_temperature=.5", "--info_seed_loss_type=ce"]
+    assert warnings_of(100, *seeds).count("not used") == 1
 
 
 def test_every_switch_is_tried():

@@ -60,7 +60,9 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
         ({"unlikeliness_coef": 0.5}, torch.ones(3, 4), False),
         ({"unlikeliness_coef": 0.5}, WRONG, True),
         ({"policy_entropy_bonus_coef": 0.5}, WRONG, True),
-        ({"objective": "token_entropy"}, WRONG, False),
+        ({"objective": "token_entropy"}, WRONG, True),  # a bonus that knows no right or wrong
+        ({"objective": "token_entropy"}, ONE_RIGHT, False),
+        ({"objective": "token_entropy", "unlikeliness_coef": 0.5}, torch.ones(3, 4), False),
         (maxent, torch.tensor([[1.0, 1.0], [0.0, 0.0]]), False),
         (maxent, WRONG, True),
         ({"objective": "grpo", "beta": 0.1}, WRONG, True),  # a KL only
@@ -72,6 +74,19 @@ def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():
         run.take_steps(rewards, EQUAL_STEPS)
         equal = any("equal rewards" in line for line in run.said)
         assert equal == warned, learns  # where groups teach something it would be false
+
+
+@pytest.mark.parametrize("advantage", ["mine", "own"])
+def test_equal_rewards_are_spoken_of_with_a_users_own_advantages_too(advantage, monkeypatch):
+    """They may compare groups, which the warning can't know, and most do not."""
+    monkeypatch.setitem(checks.OBJECTIVES, "mine", checks.Objective(advantage=advantage))
+    run = Watched()
+    run.config["objective"] = "mine"
+    run.take_steps(ONE_RIGHT, EQUAL_STEPS)
+    assert not run.said
+    run.take_steps(WRONG, EQUAL_STEPS)
+    (warning,) = run.said
+    assert "nothing is learnt (unless objective='mine' looks beyond the rewards of" in warning
 
 
 def equal_rewards_said(run, rewards=WRONG, **shown) -> str:

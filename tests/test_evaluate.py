@@ -131,4 +131,12 @@ def test_the_shown_group_is_the_first_whose_rewards_differ():
         "  reward 1.000, 1 tokens (stop): '4'",
         "  reward 0.000, 1 tokens (stop): '3'",
     ]
-    assert "prompt (1 tokens): 'a'" in rollout.show(tokenizer, rollouts, torch.ones(2, 2))
+    equal = rollout.show(tokenizer, rollouts, torch.ones(2, 2))
+    assert equal.splitlines() == [
+        "prompt (1 tokens): 'a'",
+        "  reward 1.000, 1 tokens (stop): '1'",
+        "  reward 1.000, 1 tokens (stop): '2'",
+    ]
+    same = [rollouts[0], rollouts[1], rollouts[2], rollouts[0]]  # the last is the first again
+    assert rollout.show(tokenizer, same, torch.ones(1, 4)).endswith("'3'")
+    assert rollout.show(tokenizer, rollouts[:1] * 3, torch.ones(1, 3)).count("reward") == 1

@@ -97,13 +97,24 @@ def test_a_formula_that_gives_no_advantages_is_one_sentence_before_the_run(
     assert words in str(refused.value)
 
 
-def test_a_branch_that_is_not_there_is_named(config):
-    c = config(Objective(advantage="own"))
-    with pytest.raises(ValueError, match="row_advantages has no branch for objective="):
-        learner.row_advantages(GroupMeasures(REWARDS, REWARDS, torch.ones(2, 3)), c)
+def test_a_branch_that_is_not_there_is_named_before_anything_loads(config):
+    c = config(Objective(advantage="own"), "--pkpo_k={0: 1, 9: 3}")
+    with pytest.raises(UserError, match="row_advantages has no branch for objective='mine'"):
+        preflight.load_inputs(c, 1)
 
 
-def test_every_formula_of_ours_passes_and_a_branch_has_none(config):
+def test_a_branch_that_needs_more_than_rewards_and_lengths_is_not_judged(config, monkeypatch):
+    seen = []
+
+    def own_branch(measured, c: dict):
+        seen.append(c["pkpo_k"])  # that of a step
+        return measured.seq_logps / measured.lengths  # None / a tensor, before a run
+
+    monkeypatch.setattr(learner, "row_advantages", own_branch)
+    preflight.try_formula(config(Objective(advantage="own"), "--pkpo_k={0: 2, 9: 3}"))
+    assert seen == [2]
+
+
+def test_every_formula_of_ours_passes():
     for name in checks.OBJECTIVES:
         preflight.try_formula(load_config([f"--objective={name}", "--pkpo_k=4"]))
-    preflight.try_formula(config(Objective(advantage="own")))

@@ -499,6 +499,22 @@ def test_curves_have_no_empty_panels():
     }
 
 
+def test_curves_say_that_they_are_smoothed_and_the_distances_have_an_axis_of_their_own(drawn):
+    apart = "sampling/sampling_logp_difference/mean"
+    lines = [{"step": i, "reward": 0.5, "grad_norm": 9.0 + i, apart: 1e-7 * i} for i in (1, 2, 3)]
+    evaluate.draw_curves(lines, None)
+    reward, left, right = drawn
+    assert "bold: running mean" in reward.figure.get_supxlabel()
+    assert [line.get_ydata()[-1] for line in left.lines][1] == 12.0
+    assert right.get_ylim()[1] < 1e-6 and right.get_ylim()[0] == 0
+    names = [text.get_text() for text in right.get_legend().get_texts()]
+    assert names == ["grad_norm", "sampling_logp_difference/mean (right)"]
+    assert left.lines[0].get_color() != right.lines[0].get_color()
+    drawn.clear()
+    evaluate.draw_curves([{"step": 0, "eval/mean@8": 0.5}], None)  # nothing is smoothed
+    assert drawn[0].figure.get_supxlabel() == ""
+
+
 def test_the_report_compares_what_both_evaluations_have(tmp_path, capsys):
     lines = [
         {"step": 0, "eval/mean@8": 0.25, "eval/coverage@8": None, "eval/reward_failures": 1.0},
