@@ -22,8 +22,8 @@ STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksu
 
 # programs of an environment begin with the path of its Python. If that is gone, the folder was renamed or copied from another machine:
 # torchrun can't start and `activate` leads nowhere, so the environment is made anew
-MADE_FOR := $(shell sed -n '1s/^\#!//p' $(BIN)/pip 2>/dev/null)
-MOVED := $(if $(MADE_FOR),$(if $(wildcard $(MADE_FOR)),,yes))
+# (126 and 127: the program that a script begins with is not there)
+MOVED := $(shell test -e $(BIN)/pip && { $(BIN)/pip --version; c=$$?; test $$c = 126 -o $$c = 127; } >/dev/null 2>&1 && echo yes)
 ifdef MOVED
 .PHONY: $(STAMP)
 endif
@@ -34,7 +34,7 @@ $(STAMP):
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] if sys.version_info < (3, 11) else 0)'
 	$(if $(GPU),$(PYTHON) bench/gpu_needs.py)
 	$(if $(GPU),rm -rf $(if $(wildcard $(VENV)/installed-[0-9]*),$(VENV)))
-	$(if $(MOVED),rm -rf $(VENV))
+	$(if $(MOVED),@echo "$(VENV) was made for another place: it is made anew"; rm -rf $(VENV))
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@echo "installing $(REQUIREMENTS) into $(VENV), two to four minutes"
 	$(PIP) $(TORCH)

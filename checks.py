@@ -1203,7 +1203,7 @@ def reward_warnings(c: dict) -> list[str]:
     if objective.group_loss and several and selects:
         warnings.append(
             f"reward_weights={c['reward_weights']} with objective={c['objective']!r}: a group "
-            "without a right answer counts as fully as one with, if the smaller rewards differ in "
+            "without a right answer counts as fully as one with, if the other rewards differ in "
             "it; set maxent_group_weight='spread' (docs/rewards.md has other cures)"
         )
     # whether groups in which all rewards are equal teach something by these rewards

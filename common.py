@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
@@ -157,20 +158,22 @@ def place_caches(environment) -> None:
     """Gives vLLM and Triton a place for what they compile if the user has no home that can be
     written, as in many containers: vLLM would end in a traceback when it compiles. `environment` is
     os.environ; what the user has set stays."""
+    home = os.path.expanduser("~")
     usual = {
-        "VLLM_CACHE_ROOT": environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"),
-        "TRITON_CACHE_DIR": os.path.expanduser("~/.triton"),
+        "VLLM_CACHE_ROOT": environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache"),
+        "TRITON_CACHE_DIR": os.path.join(environment.get("TRITON_HOME") or home, ".triton"),
     }
     for name, place in usual.items():
         existing = Path(place)  # or its nearest parent that exists
-        while not os.path.exists(existing) and existing != existing.parent:
+        while not os.path.lexists(existing) and existing != existing.parent:
             existing = existing.parent
         # not absolute: a user id without a name and a home, for which "~" stays as it is
         fine = os.path.isabs(place) and existing.is_dir() and os.access(existing, os.W_OK)
         if name not in environment and not fine:
             own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
             library = name.split("_")[0].lower()
-            environment[name] = os.path.join(tempfile.gettempdir(), own, library)
+            with suppress(FileNotFoundError):  # no folder at all can be written
+                environment[name] = os.path.join(tempfile.gettempdir(), own, library)
 
 
 def open_missing_streams() -> None:
@@ -933,7 +936,8 @@ def choose_waiting(environment) -> str:
     cores = usable_cores()
     threads = environment.get("OMP_NUM_THREADS", "")
     threads = int(threads) if threads.isdecimal() else cores
-    ranks = environment.get("LOCAL_WORLD_SIZE", "")
+    # without RANK it was left in the shell by another job, see from_launcher()
+    ranks = environment.get("LOCAL_WORLD_SIZE", "") if "RANK" in environment else ""
     ranks = int(ranks) if ranks.isdecimal() else 1
     free = threads * ranks <= cores and threads + running_elsewhere() <= os.cpu_count()
     if threads > 1 and free:  # one thread has nobody to wait for

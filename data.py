@@ -597,10 +597,11 @@ def not_loaded(source: dict, unknown: str, error: Exception) -> UserError:
     elif isinstance(reason, OSError):
         # a container's user often has no home, and the library keeps a copy even of a local file
         cache = datasets.config.HF_DATASETS_CACHE
+        name = "HF_DATASETS_CACHE" if "HF_DATASETS_CACHE" in os.environ else "HF_HOME"
         try:
             check_writable("HF_DATASETS_CACHE", cache, folder=True)
         except UserError as problem:
-            words, cure = str(problem), ": set HF_HOME to a folder of your own"
+            words, cure = str(problem), f": set {name} to a folder of your own"
     return UserError(
         f"dataset {source['name']!r} (config={source['config']!r}, split={source['split']!r}) "
         f"{unknown}can't be loaded as a dataset: {words}{cure}"

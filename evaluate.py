@@ -126,13 +126,16 @@ def start_command(command: str, checkpoint: Path) -> None:
     for name, value in os.environ.items():
         if name not in left_out and not name.startswith("TORCHELASTIC_"):
             kept[name] = value
-    subprocess.Popen(
-        command.replace("{checkpoint}", shlex.quote(str(checkpoint))),
-        shell=True,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,  # signals to the run's process group must not reach it
-        env=kept,
-    )
+    try:
+        subprocess.Popen(
+            command.replace("{checkpoint}", shlex.quote(str(checkpoint))),
+            shell=True,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # signals to the run's process group must not reach it
+            env=kept,
+        )
+    except OSError as error:  # no memory, or too many processes: no reason to end a training
+        print(f"warning: eval_command could not be started: {error}", flush=True)
 
 
 def print_row(name: str, cells: list[str]) -> None:

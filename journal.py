@@ -420,7 +420,8 @@ def check_wandb(config: dict) -> None:
     options = wandb_settings(config)
     with wandb_errors(options):
         inspect.signature(wandb.init).bind(**options)
-        if options["mode"] == "online":
+        wandb.Settings(mode=options["mode"])  # WANDB_MODE may hold anything
+        if options["mode"] not in ("offline", "disabled"):
             wandb.login()
 
 

@@ -662,7 +662,7 @@ def sampler_mismatch(batch: dict, limit: float) -> dict:
     if limit >= 0 and not mean <= limit:  # a mean that is NaN stops it too
         raise RunStopped(
             f"the sampler's log-probs differ from the trainer's by {mean:.3g} nats a token on "
-            f"average (at most {largest:.2g}), over max_logp_difference={limit}: the rollout "
+            f"average (at most {largest:.3g}), over max_logp_difference={limit}: the rollout "
             f"engine does not hold the policy's weights, or the limit is too low for this dtype "
             f"(bfloat16 alone makes 0.01 to 0.05, and more at low temperatures, which want "
             f"--max_logp_difference=0.1; -1, not 0, turns this check off)"

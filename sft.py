@@ -123,7 +123,9 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     Solutions without a token or longer than max_completion_length are left out, and their number is
     printed."""
     for row in rows:
-        solutions = row.get("solutions") or []
+        solutions = row.get("solutions")
+        if solutions is None:
+            continue
         if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
             raise UserError(
                 f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "

@@ -14,7 +14,8 @@ gives a logit for each of 24 answers. There are two worlds:
 In each step groups of G answers are sampled, right ones are rewarded with 1, and Adam changes the
 weights. An answer has max_completion_length tokens (1 unless given), which share its log-prob
 equally. The more there are, the less mean log-probs differ, so p = softmax(scores) gets flat
-(docs/objectives.md). Controllers, and several updates a step, are not in here.
+(docs/objectives.md). Not in here, even if a flag names them: controllers, several updates a step,
+schedules of the rate, another optimizer, limits of gradients, a temperature, InfoSeed.
 
 The command's own flags: --arms (a file with a line `name = {"key": value, ...}` for each arm, by
 default compare/toy_arms.py), --seeds (runs of each arm), --picture (a file to draw). Every other

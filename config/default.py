@@ -77,7 +77,7 @@ seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group'
 unlikeliness_coef = 0.0  # shrinks rewards above 0, those of the group's likeliest rows most; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
 maxent_tau = -1.0  # temperature of the weights w (maxent, xdr) or goals (flow); "inf"; -1: the
-#                    bound above which wrong answers win (at it up to half may be wrong in the end),
+#                    bound above which wrong answers win (at it up to half may stay wrong),
 #                    1 / ln(vocabulary), for maxent and flow divided by T_q and by the scale of
 #                    scores, and by L if scores are sums
 maxent_q_temperature = 1.0  # T_q: the target over a group is q = softmax(reward / T_q)
@@ -154,7 +154,8 @@ save_steps = 0  # every N steps and at the end; 0: only at the end; -1: never
 save_total_limit = 2  # how many of the newest checkpoints to keep; 0 keeps all
 keep_every = 0  # checkpoints of every N-th step are kept for good; 0 off
 checkpoint_mode = "full"  # each has a Hugging Face model; "shallow": only the last one has
-eval_command = ""  # run by a shell after a save: "sbatch slurm/evaluate.sh {checkpoint}"; "" off
+eval_command = ""  # run by a shell after a save: "sbatch slurm/evaluate.sh {checkpoint}"; the path
+#                    comes with quotes where it needs them; "" off
 push_to_hub = ""  # hub repository for full checkpoints (private), such as "me/math-maxent"; "" off
 log_rollouts_steps = 0  # completions of every N-th step go to rollouts/step_N.rank_R.jsonl; 0 off
 report_to = ""  # "" metrics.jsonl only; "wandb": Weights & Biases too

@@ -23,7 +23,7 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 # the metric weights/pull says whether this is more than a policy gradient: it was .4 to .5 where
-# the same loss evened out answers of three tokens, and .1 on Countdown; for answers this long
+# the plain loss evened out answers of three tokens, and .1 on Countdown; for answers this long
 # nothing is known
 objective = "maxent"
 maxent_loss = "floored"  # with answers of ten tokens the plain loss diverged, and this one did not

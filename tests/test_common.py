@@ -216,8 +216,9 @@ def test_threads_wait_in_a_loop_where_cores_are_free_and_asleep_where_others_use
     # a container's share
     assert waiting(monkeypatch, 2, cores=2) == loop
     assert waiting(monkeypatch, 0, cores=2, OMP_NUM_THREADS="3") == asleep
-    assert waiting(monkeypatch, 0, **two, LOCAL_WORLD_SIZE="2") == loop
-    assert waiting(monkeypatch, 0, **two, LOCAL_WORLD_SIZE="3") == asleep
+    assert waiting(monkeypatch, 0, **two, RANK="0", LOCAL_WORLD_SIZE="2") == loop
+    assert waiting(monkeypatch, 0, **two, RANK="0", LOCAL_WORLD_SIZE="3") == asleep
+    assert waiting(monkeypatch, 0, **two, LOCAL_WORLD_SIZE="3") == loop  # left in the shell
     # one thread waits for nobody
     assert waiting(monkeypatch, 0, OMP_NUM_THREADS="1") == asleep
     # a list for nested regions: all cores

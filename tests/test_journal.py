@@ -187,11 +187,15 @@ def test_weights_and_biases_gets_every_metric_under_its_step_and_goes_on_with_th
     assert log.wandb.settings["id"] == (tmp_path / "wandb_id").read_text()
 
 
-def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatch):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=me", "-c", "user.email=me@x"]
-    (tmp_path / "train.py").write_text("1")
+def make_checkout(folder) -> None:
+    git = ["git", "-C", str(folder), "-c", "user.name=me", "-c", "user.email=me@x"]
+    (folder / "train.py").write_text("1")
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
+
+
+def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatch):
+    make_checkout(tmp_path)
     monkeypatch.setattr(journal, "ROOT", tmp_path)
     clean = journal.git_commit()
     assert clean and "dirty" not in clean
@@ -199,7 +203,9 @@ def test_a_run_of_changed_code_does_not_name_a_clean_commit(tmp_path, monkeypatc
     assert journal.git_commit() == f"{clean}-dirty"
 
 
-def test_a_checkout_of_another_user_has_a_commit(monkeypatch):
+def test_a_checkout_of_another_user_has_a_commit(tmp_path, monkeypatch):
+    make_checkout(tmp_path)
+    monkeypatch.setattr(journal, "ROOT", tmp_path)
     own = journal.git_commit()
     monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")  # git's own, for its tests
     assert own and journal.git_commit() == own
