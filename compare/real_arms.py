@@ -16,3 +16,6 @@ maxent_floored = {"objective": "maxent", "maxent_loss": "floored"}
 # what else might hold an entropy that stays high
 maxent_beta = {"objective": "maxent", "beta": 0.1}
 maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine"}
+# other ways to keep many answers
+unlikeliness = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
+token_entropy = {"objective": "token_entropy", "token_entropy_coef": 0.03}
