@@ -19,3 +19,4 @@ maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine"}
 # other ways to keep many answers
 unlikeliness = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
 token_entropy = {"objective": "token_entropy", "token_entropy_coef": 0.03}
+mode_entropy = {"objective": "dr_grpo", "mode_entropy_coef": 0.3}
