@@ -13,6 +13,7 @@ test_config_refused.py notice what is missing: a key without a range takes any n
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
 import math
 import operator
+import shlex
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
 
@@ -550,6 +551,14 @@ def claims(c: dict):
     yield from controller_claims(c)
 
 
+def closes_its_quotes(command: str) -> bool:
+    try:
+        shlex.split(command)
+    except ValueError:
+        return False
+    return True
+
+
 def in_range(key: str, value) -> tuple[bool, str]:
     """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
     sentence if it doesn't."""
@@ -608,6 +617,10 @@ def value_claims(c: dict):
     yield (
         not c["eval_command"] or "{checkpoint}" in c["eval_command"],
         f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path",
+    )
+    yield (
+        closes_its_quotes(c["eval_command"]),
+        f"eval_command={c['eval_command']!r} has a quote that is not closed",
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):

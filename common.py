@@ -56,8 +56,7 @@ ECHO = 5.0
 LONGEST_ERROR = 2000
 # no bugs: a full disk, a quota, a limit of file sizes; a disk that fails, or that Linux has made
 # read-only because it failed; a file server that was started again
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
-DISK_ERRORS = *FULL, errno.EROFS, errno.EIO, errno.ESTALE
+DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE
 
 
 class UserError(ValueError):
@@ -164,12 +163,11 @@ def place_caches(environment) -> None:
         "TRITON_CACHE_DIR": os.path.join(environment.get("TRITON_HOME") or home, ".triton"),
     }
     for name, place in usual.items():
-        existing = Path(place)  # or its nearest parent that exists
-        while not os.path.lexists(existing) and existing != existing.parent:
-            existing = existing.parent
-        # not absolute: a user id without a name and a home, for which "~" stays as it is
-        fine = os.path.isabs(place) and existing.is_dir() and os.access(existing, os.W_OK)
-        if name not in environment and not fine:
+        if name in environment:
+            continue
+        try:
+            check_writable(name, place, folder=True)
+        except UserError:  # also for "~", which stays as it is for a user id without a home
             own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
             library = name.split("_")[0].lower()
             with suppress(FileNotFoundError):  # no folder at all can be written

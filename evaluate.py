@@ -223,21 +223,21 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     for place, (title, curves) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(rows, columns, place, title=title, xlabel="step")
         right = axis.twinx() if set(ON_THE_RIGHT) & set(curves) else None
-        lines = []
+        handles = []
         for i, (name, (steps, values)) in enumerate(curves.items()):
             side, label, style = axis, name.removeprefix("eval/"), {"color": f"C{i}"}
             if name in ON_THE_RIGHT:
                 side, label = right, f"{name.removeprefix('sampling/')} (right)"
             if name.startswith("eval/"):
-                lines += side.plot(steps, values, marker="o", markersize=3, label=label, **style)
+                handles += side.plot(steps, values, marker="o", markersize=3, label=label, **style)
             else:  # single steps are noisy: draw them faintly, and their running mean
-                lines += side.plot(steps, running_mean(values), label=label, **style)
+                handles += side.plot(steps, running_mean(values), label=label, **style)
                 side.plot(steps, values, alpha=0.25, linewidth=0.8, **style)
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
         if right is not None:
             right.set_ylim(bottom=0)
-        (right or axis).legend(handles=lines, fontsize=8)  # the right one is drawn above
+        (right or axis).legend(handles=handles, fontsize=8)  # the right one is drawn above
         smooth = smooth or not all(name.startswith("eval/") for name in curves)
     if smooth:
         figure.supxlabel("bold: running mean of about 10 steps; faint: single steps", fontsize=8)

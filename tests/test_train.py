@@ -555,6 +555,32 @@ def test_an_eval_command_is_started_in_a_shell_as_no_rank_of_this_run(tmp_path, 
     assert seen.read_text() == "rank= /scratch\n"
 
 
-def test_an_eval_command_without_its_checkpoint_is_refused():
-    with pytest.raises(UserError, match="must hold"):
-        load_config(["--eval_command=sbatch slurm/evaluate.sh"])
+def test_an_eval_command_that_can_not_be_started_costs_a_line(tmp_path, capsys, monkeypatch):
+    def no_memory(*arguments, **settings):
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(evaluate.subprocess, "Popen", no_memory)
+    evaluate.start_command("ls {checkpoint}", tmp_path)
+    assert "eval_command could not be started" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("sbatch slurm/evaluate.sh", "must hold"),
+        ("sh -c 'echo {checkpoint}", "not closed"),
+    ],
+)
+def test_an_eval_command_that_could_not_run_is_refused(command, words):
+    with pytest.raises(UserError, match=words):
+        load_config([f"--eval_command={command}"])
+
+
+def test_an_eval_command_may_be_anything_that_a_shell_reads():
+    for command in (
+        "sh -c 'ls {checkpoint} > $HOME/log'",
+        "curl http://host/?a=1&b={checkpoint}",
+        "python e.py --model={checkpoint} --a=b",
+        "cd /tmp && X=1 ls {checkpoint} 2>eval.log",
+    ):
+        assert load_config([f"--eval_command={command}"])["eval_command"] == command
