@@ -23,8 +23,8 @@ DeepSpeed's shards are pickles, which can run code when they are loaded. Here th
 made them: inside no_code() torch builds tensors, plain values and three of DeepSpeed's classes, and
 refuses everything else.
 
-Functions that need torch import it themselves: importing it takes ten seconds, and `verify` and the
-checks before a run starts need none.
+Functions that need libraries import them themselves: importing torch takes ten seconds, and
+`verify` and the checks before a run starts need none.
 """
 
 import hashlib
@@ -42,9 +42,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-from huggingface_hub import HfApi
-from huggingface_hub.utils import disable_progress_bars
 
 import controllers
 from checks import CHOICES, state_bytes
@@ -1007,6 +1004,9 @@ class Hub:
     through leave() or common.die(), and one that crashes through crash()."""
 
     def __init__(self, repo: str, folder: Path):
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import disable_progress_bars
+
         disable_progress_bars()  # they would garble ours
         self.api = HfApi()
         self.folder = Path(folder)

@@ -189,7 +189,7 @@ def hub_here(hub, monkeypatch):
     api = huggingface_hub.HfApi(endpoint=f"http://127.0.0.1:{hub.server_port}", token=TOKEN)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(checkpoint, "HfApi", lambda: api)
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back at the end
 
 

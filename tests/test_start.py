@@ -52,11 +52,18 @@ def test_help_shows_how_to_run_before_torch_is_loaded(without_torch, command):
     assert ("config/default.py lists every key" in done.stdout) == ("config/" in done.stdout)
 
 
-@pytest.mark.parametrize("command", ["train.py", "sft.py", "evaluate.py", "generate.py"])
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("train.py", "sft.py", "evaluate.py", "generate.py", "checkpoint.py"),
+        *("-m compare", "-m compare.frontier", "-m compare.pass_at_k", "-m compare.targets"),
+        *("-m compare.toy", "-m server"),
+    ],
+)
 def test_a_python_without_the_libraries_is_told_how_to_get_them(command):
     """As in a terminal where the environment is not active: -S hides its packages."""
     done = subprocess.run(
-        [sys.executable, "-S", command, TINY],
+        [sys.executable, "-S", *command.split(), TINY],
         cwd=ROOT,
         capture_output=True,
         text=True,
