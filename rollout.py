@@ -134,7 +134,7 @@ class CachePlan(NamedTuple):
 def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     """The cache for `rows` completions. vllm_options.kv_cache_memory_bytes sets its size. If that
     is 0, the cache holds all rows at full length, or as many as fit into CACHE_SHARE of the memory,
-    but at least one."""
+    but at least one. UserError if a given size holds none."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
     row = math.ceil(max_sequence_length(config) / block) * block_size
@@ -142,7 +142,14 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
         size = held * row + block_size  # vLLM keeps one block for itself
-    return CachePlan(size, max(0, min(rows, (size - block_size) // row)))
+    held = min(rows, (size - block_size) // row)
+    if held < 1 and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # which takes precedence
+        raise UserError(
+            f"vllm_options.kv_cache_memory_bytes={size} holds no completion: one of "
+            f"max_prompt_length + max_completion_length = {max_sequence_length(config)} tokens "
+            f"takes {row + block_size} bytes; raise it, or leave it out"
+        )
+    return CachePlan(size, max(0, held))
 
 
 def kv_cache_bytes(config: dict, model_config, rows: int) -> int:

@@ -23,6 +23,7 @@ eval_steps = 25
 eval_max_prompts = 500
 save_steps = 50
 objective = "maxent"
+maxent_loss = "floored"  # as in math_maxent.py
 maxent_tau = 0.08  # 1 / ln(151,936 tokens): with a flatter target wrong answers win
 info_seed_num_seeds = 4
 info_seed_prompt_template = "{prompt}\n\nUse solution strategy number {seed}."

@@ -27,4 +27,5 @@ eval_max_prompts = 200
 save_steps = 50
 checkpoint_mode = "shallow"  # only the last has a merged model of 14 GiB
 objective = "maxent"
+maxent_loss = "floored"  # as in math_maxent.py
 maxent_tau = 0.08  # 1 / ln(152,064 tokens): with a flatter target wrong answers win

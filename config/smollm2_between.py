@@ -1,6 +1,6 @@
 # SmolLM2-135M-Instruct, a real pretrained model, learns on two CPU cores to name a number between
 # two given ones; 5 to 19 answers are right. It begins with a few favourites: what an objective does
-# to these shows in distinct@8. Once (a minute), then both arms of make demo-real (6 to 25
+# to these shows in distinct@8. Once (a minute), then both arms of make demo-real (6 to 13
 # minutes), or only one of them:
 #   python -m bench.smollm2 runs/smollm2
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_between.py --arms=compare/demo_arms.py \

@@ -183,9 +183,14 @@ def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(
     assert "VLLM_CPU_KVCACHE_SPACE=3" in said
 
 
-def test_a_cache_of_less_than_a_block_holds_no_row(memory, capsys):
-    rollout.kv_cache_bytes(cache_of(1), SHAPE, 30)
-    assert "vLLM's cache holds 0 of the 30 completions" in capsys.readouterr().out
+def test_a_cache_that_holds_no_completion_is_refused(memory, monkeypatch):
+    least = ROW + 32 * TOKEN
+    assert rollout.plan_cache(cache_of(least), SHAPE, 30).held == 1
+    for size in (1, least - 1):
+        with pytest.raises(UserError, match=f"bytes={size} holds no completion: .* {least} bytes"):
+            rollout.plan_cache(cache_of(size), SHAPE, 30)
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")  # vLLM takes this instead
+    assert rollout.plan_cache(cache_of(1), SHAPE, 30).held == 0
 
 
 def test_a_cache_larger_than_the_machine_is_refused(memory):
@@ -286,7 +291,7 @@ def test_a_cache_too_small_for_one_completion_is_one_sentence(tiny_model_dir):
     )
     assert done.returncode == 2, done.stderr[-3000:]
     assert "Traceback" not in done.stderr
-    assert f"error: {size} is too little for vLLM" in done.stderr
+    assert f"error: {size} holds no completion" in done.stderr
 
 
 @pytest.mark.slow
