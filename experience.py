@@ -27,10 +27,11 @@ from preflight import Inputs
 from ranks import World, any_rank, gather_objects, gather_rows, wait_for_ranks
 from stream import Replay, step_rows
 
-EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group taught anything
-CUT_STEPS = 5  # likewise, in which more than CUT_SHARE of the completions were cut off
+# When Symptoms warns:
+EQUAL_STEPS = 5  # after this many steps in a row in which no group taught anything
+CUT_STEPS = 5  # after this many in a row in which more than CUT_SHARE of completions were cut off
 CUT_SHARE = 0.5
-FLAT_STEPS = 5  # a run warns if in its first steps, this many, no weights told right from wrong
+FLAT_STEPS = 5  # once, after this many steps, if in none of them weights told right from wrong
 
 
 class Collected(NamedTuple):
@@ -45,7 +46,7 @@ class Collected(NamedTuple):
     metrics: dict  # of rewards, engine and resampling, for the whole step, the same on every rank
 
     @property
-    def own_rewards(self) -> torch.Tensor:
+    def local_rewards(self) -> torch.Tensor:
         """(p, G + S): this rank's rewards. `rewards` is in rank order, also after deal()."""
         p = len(self.prompts)
         return self.rewards[self.rank * p : (self.rank + 1) * p]
@@ -218,7 +219,7 @@ class Experience:
 
 def log_rollouts(folder, collected: Collected, functions: list, step: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl."""
-    rewards = collected.own_rewards  # (p, G + S)
+    rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
@@ -271,7 +272,7 @@ def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[in
     load = [0] * ranks
 
     for place in sorted(range(len(tokens)), key=lambda i: (not learns[i], -tokens[i])):
-        home = place // share
+        home = place // share  # the rank that sampled it, which gets it if loads are equal
         free = [rank for rank in range(ranks) if len(dealt[rank]) < share]
         rank = min(free, key=lambda r: (load[r], r != home))
         dealt[rank].append(place)
@@ -299,8 +300,8 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.prompts))
     local = world.share(len(collected.rewards))
-    parts = zip(collected.prompts, groups, collected.rewards_per_func, collected.right)
-    held = dict(zip(local, map(Group._make, parts)))  # place -> Group
+    parts = zip(local, collected.prompts, groups, collected.rewards_per_func, collected.right)
+    held = {place: Group(*fields) for place, *fields in parts}
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
@@ -310,8 +311,8 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 
     places = dealt[world.rank]  # that this rank learns from
     leaving = {place: group for place, group in held.items() if place not in places}
-    for arrived in gather_objects(leaving):
-        held |= arrived
+    for moved in gather_objects(leaving):  # from all ranks, to all ranks
+        held |= moved
     kept = [held[place] for place in places]
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
@@ -328,33 +329,33 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 
 class Symptoms:
     """Looks for what would explain that a run does not learn. Counts over the steps of this launch;
-    equal_steps goes on at a resume."""
+    only equal_steps is saved in checkpoints and goes on at a resume."""
 
     def __init__(self, config: dict, equal_steps: int = 0):
         self.config = config
-        self.steps = 0  # that it has looked at
+        self.steps = 0  # of this launch
         self.equal_steps = equal_steps  # in a row, in which no group's rewards taught anything
         self.cut_steps = 0  # in a row, in which more than CUT_SHARE of completions were cut off
         self.told_of_cuts = False
         self.widest = 0.0  # the largest difference of two rewards of a group
 
-    def look(
+    def warnings(
         self, step: int, collected: Collected, metrics: dict, tau: float, beta: float
     ) -> list[str]:
         """The warnings after a step, usually none. All ranks together. step: how many are done;
-        tau, beta: those of this step; metrics: likewise, the same on all ranks."""
+        metrics, tau, beta: of the last one, the same on all ranks."""
         rewards = collected.rewards[:, : self.config["num_generations"]]  # (P, G)
         self.steps += 1
-        looks = (
+        sentences = (
             self.look_at_cuts(step, metrics["completions/clipped_ratio"]),
             self.look_at_equal(step, rewards, metrics, collected.right),
             self.look_at_weights(step, rewards, tau, beta),
         )
-        return [f"warning: {sentence}" for sentence in looks if sentence]
+        return [f"warning: {sentence}" for sentence in sentences if sentence]
 
     def look_at_cuts(self, step: int, share: float) -> str:
-        """A sentence, once, when for CUT_STEPS steps more than CUT_SHARE of the completions had no
-        end. share: of this step."""
+        """A sentence, once, when for CUT_STEPS steps more than CUT_SHARE of the completions were
+        cut off. share: how many of this step's."""
         c = self.config
         self.cut_steps = self.cut_steps + 1 if share > CUT_SHARE else 0
         if self.cut_steps < CUT_STEPS or self.told_of_cuts:
@@ -382,7 +383,7 @@ class Symptoms:
             return ""
         all_right = not any_rank(not bool(right.all()))
         unless = ""
-        if OBJECTIVES[c["objective"]].has_own_advantages:
+        if OBJECTIVES[c["objective"]].has_custom_advantages:
             unless = f" (unless objective={c['objective']!r} looks beyond the rewards of a group)"
         return (
             f"for {EQUAL_STEPS} steps all completions of a group have had equal rewards (mean "
@@ -405,9 +406,10 @@ class Symptoms:
         if cut_off > CUT_SHARE:  # look_at_cuts() says what to do
             length = c["max_completion_length"]
             return f"{cut_off:.0%} of the completions are cut off at max_completion_length={length}"
-        # the same tokens, and not more pairs of them than one completion has: not in another order
-        pairs = metrics["completions/distinct_2"] * c["num_generations"]
-        if metrics["completions/jaccard"] > 0.999 and pairs < 1.01:
+        # the same tokens (jaccard 1) in the same order: together the completions of a group have no
+        # more different bigrams than one of them
+        bigrams = metrics["completions/distinct_2"] * c["num_generations"]
+        if metrics["completions/jaccard"] > 0.999 and bigrams < 1.01:
             return (
                 f"the completions of a group are the same, too; raise "
                 f"temperature={c['temperature']}, or, if they differed at first, lower "

@@ -272,12 +272,12 @@ def make_trainable(lm, model: str) -> str:
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
 
 
-class Checked:
-    """Mixed into an optimizer for ZeRO stage 0 in float32. There DeepSpeed neither measures the
-    gradient nor skips a step with NaN, as it does in all other cases. DeepSpeed's
-    get_global_grad_norm() and was_step_applied() read the last two attributes."""
+class ClipAndSkip:
+    """Mixed into an optimizer for ZeRO stage 0 in float32: clips the gradient, and skips the step
+    if it is not finite. In all other cases DeepSpeed does both."""
 
     max_grad_norm = 0.0  # 0: the gradient is measured, not clipped
+    # DeepSpeed's get_global_grad_norm() and was_step_applied() read these two
     _global_grad_norm = 0.0
     overflow = False  # whether the last step was skipped
 
@@ -296,8 +296,8 @@ class Checked:
         super().step()
 
 
-def is_checked(c: dict) -> bool:
-    """Whether the optimizer itself clips gradients and skips steps where they are not finite."""
+def optimizer_clips(c: dict) -> bool:
+    """Whether the optimizer itself clips and skips (ClipAndSkip), and not DeepSpeed."""
     return c["zero_stage"] == 0 and dtype_of(c) == torch.float32
 
 
@@ -310,9 +310,9 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
     if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
         arguments.setdefault("fused", True)
     kind = cls
-    if is_checked(c):
+    if optimizer_clips(c):
         options = {"max_grad_norm": c["max_grad_norm"]}
-        kind = type("Checked" + cls.__name__, (Checked, cls), options)
+        kind = type("ClipAndSkip" + cls.__name__, (ClipAndSkip, cls), options)
     try:
         return kind(parameters, **arguments)
     except REFUSALS as error:
@@ -534,9 +534,10 @@ def merged(layer, weight, a, b):
 
 
 def rounded(values, dtype):
-    """float32 values in another type; in bfloat16 each is rounded up or down at random, with odds
-    that make the mean right. Rounding to the nearest would give W itself until a change exceeds
-    half the gap between two numbers: for tens of steps the sampler would see almost none of it."""
+    """float32 values in another type; in bfloat16 by stochastic rounding: up or down at random,
+    with odds that make the mean right. Rounding to the nearest would give W itself until a change
+    exceeds half the gap between two numbers: for tens of steps the sampler would see almost none of
+    it."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     # always the same random numbers, so that all ranks and a resumed run round alike

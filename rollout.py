@@ -676,7 +676,7 @@ def start_engine(config: dict, device: torch.device):
     return make(config["model"], config, dtype_of(config), device)
 
 
-def check_own_class(engine, c: dict) -> None:
+def check_class_unchanged(engine, c: dict) -> None:
     """UserError if vLLM, in this process, has changed the transformers class that the policy needs,
     as it does for models that it has no code of its own for."""
     if isinstance(engine, VllmEngine) and engine.llm.model_config.using_transformers_backend():
