@@ -148,8 +148,8 @@ class Experience:
             )
         with timer("reward"):
             functions = self.inputs.reward_functions
-            most = scoring.most_timeouts_of_step(asked, functions, self.config)
-            values, failed = scoring.measure(rollouts, asked, functions, self.config, most)
+            limit = scoring.max_timeouts_of_step(asked, functions, self.config)
+            values, failed = scoring.measure(rollouts, asked, functions, self.config, limit)
         groups = rollout.groups_of(rollouts, len(asked))  # of G + S
         return dict(zip(places, zip(groups, values))), failed
 
