@@ -249,7 +249,7 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
 
     groups: see potential(); the active groups of the step, measured before the update. Without an
     active group, or with a non-finite gradient, nothing changes but the counts."""
-    # not a step with an update
+    # between two updates
     if state["step"] % config["controller_meta_update_interval"]:
         return next_step(state), {}
     if len(groups["utilities"]) == 0:

@@ -155,7 +155,8 @@ def kind_of(before: Tensor, size: Tensor) -> Tensor:
     """(n,) a number for each segment's kind. Segments of one kind are padded to one block: the
     longest is less than twice as long as the shortest, and either all of them have shared tokens
     before them or none does. before, size (n,): a segment's shared tokens, and its own."""
-    return size.log2().ceil().long() + 64 * (before > 0)  # no segment has 2^64 tokens
+    # + 64: log2 of a size is below 64, so kinds with and without shared tokens stay apart
+    return size.log2().ceil().long() + 64 * (before > 0)
 
 
 def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -197,12 +198,11 @@ def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
     many of them it takes from the row before; start, the place of the first that is its own."""
     rows = torch.arange(len(whole))[:, None]  # (n, 1)
     t = torch.arange(int(whole.max()))  # (S,)
-    # a row brings its own tokens; a shared one was brought by the last row before it that has it as
-    # its own
-    brings = (t >= shared[:, None]) * rows  # (n, S)
-    bringer = brings.cummax(0).values
+    # owner: the row whose segment holds the token. That is the row itself or, if it shares the
+    # token, the last row before it that does not share it
+    owner = ((t >= shared[:, None]) * rows).cummax(0).values  # (n, S)
     t = torch.minimum(t, whole[:, None] - 1)  # (n, S) padding gets the place of the last token
-    return start[bringer] + t - shared[bringer]
+    return start[owner] + t - shared[owner]
 
 
 class Segments(NamedTuple):
@@ -364,10 +364,11 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
     else:
         keys = gather_entries(k, b.keys)  # (b, kv heads, K, d)
         values = gather_entries(v, b.keys)
-    groups = queries.shape[1] // keys.shape[1]
-    if b.seen is not None and groups > 1:  # no fast kernel takes a mask with fewer key heads
-        keys = keys.repeat_interleave(groups, 1)
-        values = values.repeat_interleave(groups, 1)
+    # grouped-query attention: so many query heads share a key head
+    sharing = queries.shape[1] // keys.shape[1]
+    if b.seen is not None and sharing > 1:  # no fast kernel takes a mask with fewer key heads
+        keys = keys.repeat_interleave(sharing, 1)
+        values = values.repeat_interleave(sharing, 1)
     out = scaled_dot_product_attention(
         queries,
         keys,

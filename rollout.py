@@ -137,7 +137,7 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     but at least one."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
-    row = math.ceil(max_sequence_length(config) / block) * block_size
+    row = math.ceil(max_sequence_length(config) / block) * block_size  # of a row at full length
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
@@ -489,8 +489,8 @@ class VllmEngine(Engine):
             self.llm.sleep(level=2)
             return
         core = self.llm.llm_engine.engine_core.engine_core
-        # a batch that was scheduled ahead may still be queued when the last completion has ended;
-        # without asynchronous scheduling there is no queue, but finished requests to sweep out
+        # when the last completion has ended, a batch that was scheduled ahead may still be queued
+        # or, without asynchronous scheduling, finished requests are still in the scheduler
         while core.batch_queue or core.scheduler.has_requests():
             self.llm.llm_engine.step()
         self.llm.sleep(level=0)  # level 0 stops scheduling and moves nothing
