@@ -702,11 +702,11 @@ def changes(path: Path, config: dict) -> str:
     except NOT_REPORTED; "" if there are none."""
     before = as_read_back(settings_of(path))
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
-    told = []
+    changed = []
     for key, value in as_read_back(config).items():
         if key in known and before[key] != value and key not in NOT_REPORTED:
-            told.append(f"{key} {before[key]!r} -> {value!r}")
-    return f"changed since {path}: {', '.join(told)}" if told else ""
+            changed.append(f"{key} {before[key]!r} -> {value!r}")
+    return f"changed since {path}: {', '.join(changed)}" if changed else ""
 
 
 def check_resumable(path: Path, config: dict) -> None:
@@ -948,14 +948,14 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
     engine._config.load_universal_checkpoint = True  # for this one call
     loaded = engine.load_checkpoint(str(converted), tag="engine")
     engine._config.load_universal_checkpoint = False
-    own_step_counts(engine.optimizer.optimizer)
+    separate_step_counts(engine.optimizer.optimizer)
     dist.barrier()
     if rank == 0:
         discard(converted)
     return loaded
 
 
-def own_step_counts(optimizer) -> None:
+def separate_step_counts(optimizer) -> None:
     """Gives every parameter of torch's optimizer a step count of its own, on the parameter's
     device. From converted shards DeepSpeed loads a single one, on the CPU, for all of them: on a
     GPU a fused AdamW refuses it, and under ZeRO 3 every group of parameters would add 1 to it in
