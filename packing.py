@@ -15,7 +15,7 @@ On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Else
 about the same length are padded to a block (Block). Either plan is made on the host and sent to
 the device once, so that no layer and no block makes the host wait for the device.
 
-n rows, each with a segment; S tokens of the longest row; M tokens in all. A place is an index into
+n rows, each with a segment; W tokens of the longest row; M tokens in all. A place is an index into
 the M tokens.
 """
 
@@ -140,7 +140,7 @@ def shared_tokens(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tenso
     """(n,) how many of its first tokens each row takes from the row before it: the whole prompt if
     both have the same, or the common beginning of two different prompts if it is at least half of
     the row. A shorter one would not pay, because a segment with tokens before it needs a mask and
-    copies of their keys. ids (n, S), prompt_lengths, lengths (n,)."""
+    copies of their keys. ids (n, W), prompt_lengths, lengths (n,)."""
     shorter = torch.minimum(prompt_lengths[1:], prompt_lengths[:-1])  # (n - 1,)
     longest = int(prompt_lengths.max())
     steps = torch.arange(longest, device=ids.device)
@@ -165,8 +165,8 @@ def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> tuple:
-    """(Packed, places (n, S)): the plan for these rows, and the place of each of their tokens (in
-    the padding that of the row's last token); all tensors on the host. ids (n, S): prompt and
+    """(Packed, places (n, W)): the plan for these rows, and the place of each of their tokens (in
+    the padding that of the row's last token); all tensors on the host. ids (n, W): prompt and
     completion, right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of
     blocks.
 
@@ -194,21 +194,21 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
 
 
 def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
-    """(n, S): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
+    """(n, W): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
     many of them it takes from the row before; start, the place of the first that is its own."""
     rows = torch.arange(len(whole))[:, None]  # (n, 1)
-    t = torch.arange(int(whole.max()))  # (S,)
+    t = torch.arange(int(whole.max()))  # (W,)
     # owner: the row whose segment holds the token. That is the row itself or, if it shares the
     # token, the last row before it that does not share it
-    owner = ((t >= shared[:, None]) * rows).cummax(0).values  # (n, S)
-    t = torch.minimum(t, whole[:, None] - 1)  # (n, S) padding gets the place of the last token
+    owner = ((t >= shared[:, None]) * rows).cummax(0).values  # (n, W)
+    t = torch.minimum(t, whole[:, None] - 1)  # (n, W) padding gets the place of the last token
     return start[owner] + t - shared[owner]
 
 
 class Segments(NamedTuple):
     """The n segments in their order, or some neighbours of them."""
 
-    places: Tensor  # (n, S) of all tokens of the segment's row
+    places: Tensor  # (n, W) of all tokens of the segment's row
     before: Tensor  # (n,) how many of these tokens are shared
     size: Tensor  # (n,) how many are the segment's own
 

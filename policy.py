@@ -4,8 +4,9 @@ weights by name, its adapters.
     policy = Policy(lm, temperature=1.0, chunk=CHUNK)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
-n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,
-M of the packed row, in which shared tokens count once; H hidden size, V vocabulary.
+n rows with k completion tokens in all; T tokens of the longest completion, W of the longest row
+(prompt and completion), M of the packed row, in which shared tokens count once; H hidden size, V
+vocabulary.
 """
 
 import inspect
@@ -71,8 +72,8 @@ class Policy(torch.nn.Module):
             packed, places = packing.pack(ids, prompt_lengths, lengths, varlen)
         else:
             packed = None
-            # rows of S tokens one after the other, padding included
-            places = torch.arange(ids.numel()).view(ids.shape)  # (n, S)
+            # rows of W tokens one after the other, padding included
+            places = torch.arange(ids.numel()).view(ids.shape)  # (n, W)
         row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
         at = prompt_lengths[row] + t  # (k,) index in the row
         place = places[row, at]
@@ -81,7 +82,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
-        not wanted. ids (n, S), right-padded; prompt_lengths, lengths (n,).
+        not wanted. ids (n, W), right-padded; prompt_lengths, lengths (n,).
         With pool "mean" or "last" instead: (the completions' final hidden states, pooled in this
         way, (n, H) float32; the seed head's logits on them or None). Not a method of its own,
         because ZeRO-3 gathers weights only for forward."""
@@ -93,7 +94,7 @@ class Policy(torch.nn.Module):
             hidden = packing.hidden_states(self.lm, plan.packed)  # (M, H)
         else:
             out = self.lm.base_model(input_ids=ids, use_cache=False)
-            hidden = out.last_hidden_state.flatten(0, 1)  # (n * S, H)
+            hidden = out.last_hidden_state.flatten(0, 1)  # (n * W, H)
         if pool:
             return self.pooled(hidden, plan, lengths, pool)
         logps, entropy = token_logps(

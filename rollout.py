@@ -68,8 +68,10 @@ HF_TOKENS = 32_768  # each has keys and values
 # of transformers' caches: those that hold keys and values alone, which can be repeated
 REPEATABLE = {DynamicLayer, DynamicSlidingWindowLayer}
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
-
 STAY_SHARE = 0.1  # of a GPU's memory: smaller weights stay there while vLLM sleeps
+
+
+# --- what every engine takes and does
 
 
 class Sampling(NamedTuple):
@@ -80,6 +82,43 @@ class Sampling(NamedTuple):
     stop_token_ids: list[int]
     seeds: list[int]
     names: list[str] | None = None  # what a server's log calls the requests
+
+
+class Engine:
+    """The interface of every engine: VllmEngine and HfEngine below, ServerEngine in
+    server/engine.py. The last can also begin() to sample in the background, for rollout_ahead."""
+
+    sleeps = False  # whether it has GPU memory to lend to the learner
+
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
+    ) -> list:
+        """n rollouts of each prompt, prompt-major, still without "text", which the function
+        generate() below adds. group_done(i, group), if given, is called with the n rollouts of
+        prompt i as soon as they are complete."""
+        raise NotImplementedError
+
+    def sync(self, named_parameters) -> None:
+        """Takes the weights from an iterator of (name, tensor)."""
+        raise NotImplementedError
+
+    # an engine overrides the following only where it has something to do
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled in the background."""
+
+    def sleep(self) -> None:
+        """Lends the engine's GPU memory to the learner."""
+
+    def wake(self) -> None:
+        """Takes the memory back. A sync() must follow: it brings back weights and cache."""
+
+    def take_metrics(self) -> dict:
+        """The engine's own metrics since the last call."""
+        return {}
+
+    def close(self) -> None:
+        """Shuts down. Call it before the process group is destroyed."""
 
 
 def in_prompt_order(groups: dict[int, list[dict]]) -> list[dict]:
@@ -314,42 +353,6 @@ def stays_on_gpu(weights: int, memory: int) -> bool:
     """Whether vLLM's weights (bytes) stay on a GPU with this much memory while vLLM sleeps: small
     ones do, because moving them would free too little to be worth the work."""
     return weights < STAY_SHARE * memory
-
-
-class Engine:
-    """The interface of every engine: VllmEngine and HfEngine below, ServerEngine in
-    server/engine.py. The last can also begin() to sample in the background, for rollout_ahead."""
-
-    sleeps = False  # whether it has GPU memory to lend to the learner
-
-    def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
-    ) -> list:
-        """n rollouts of each prompt, prompt-major. group_done(i, group), if given, is called with
-        the n rollouts of prompt i as soon as they are complete."""
-        raise NotImplementedError
-
-    def sync(self, named_parameters) -> None:
-        """Takes the weights from an iterator of (name, tensor)."""
-        raise NotImplementedError
-
-    # an engine overrides the following only where it has something to do
-
-    def wait(self) -> None:
-        """Returns when nothing is being sampled in the background."""
-
-    def sleep(self) -> None:
-        """Lends the engine's GPU memory to the learner."""
-
-    def wake(self) -> None:
-        """Takes the memory back. A sync() must follow: it brings back weights and cache."""
-
-    def take_metrics(self) -> dict:
-        """The engine's own metrics since the last call."""
-        return {}
-
-    def close(self) -> None:
-        """Shuts down. Call it before the process group is destroyed."""
 
 
 class VllmEngine(Engine):
@@ -791,10 +794,10 @@ def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_batch(rollouts: list[dict], device) -> dict:
-    """Tensors of N rows: ids (N, S), prompt and completion, right-padded; prompt_lengths and
-    lengths (N,), in tokens, EOS included; sampler_logps (N, T), where column 0 is the completion's
-    first token. Padding on the right needs no attention mask: attention is causal, so no real token
-    sees it."""
+    """Tensors of N rows: ids (N, W), prompt and completion, right-padded; prompt_lengths and
+    lengths (those of completions, EOS included) (N,); sampler_logps (N, T), where column 0 is the
+    completion's first token. Padding on the right needs no attention mask: attention is causal, so
+    no real token sees it."""
     ids = []
     logps = []
     prompt_lengths = []
@@ -805,7 +808,7 @@ def to_batch(rollouts: list[dict], device) -> dict:
         prompt_lengths.append(len(r["prompt_ids"]))
         lengths.append(len(r["completion_ids"]))
     return {
-        "ids": pad(ids, torch.long).to(device),  # (N, S)
+        "ids": pad(ids, torch.long).to(device),  # (N, W)
         "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
         "lengths": torch.tensor(lengths).to(device),  # (N,)
         "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
@@ -821,7 +824,7 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
     longest_completion = int(part["lengths"].max())
     width = batch["sampler_logps"].shape[1]  # T
     for key, values in part.items():
-        if key == "ids":  # (N, S): wider, as a prompt has a token at least
+        if key == "ids":  # (N, W): wider, as a prompt has a token at least
             part[key] = values[:, :longest]
         elif values.dim() > 1 and values.shape[1] == width:
             part[key] = values[:, :longest_completion]
