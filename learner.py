@@ -8,13 +8,16 @@ and on many.
     metrics = accumulate_gradients(engine, batch, targets, beta, config, counts)
     engine.step()
 
-A row is a completion with its prompt. P prompts of the step, p = P / world of this rank. G rows of
-a group, InfoSeed's S included (train.py, experience.py and infoseed.py write G + S). N = p*G rows
-of this rank (in loss.py: of the step), n of a micro-batch. T tokens of the longest completion. How
-the objectives differ is listed in checks.OBJECTIVES.
+A row is a completion with its prompt (not, as in experience.py, a row of the dataset). P prompts of
+the step, p = P / world of this rank. G rows of a group, InfoSeed's S included (train.py,
+experience.py and infoseed.py write G + S). N = p*G rows of this rank (in loss.py: of the step), n
+of a micro-batch. T tokens of the longest completion. How the objectives differ is listed in
+checks.OBJECTIVES.
 
-Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
-it, and *resting* if it gets no gradient at all, so that a forward is enough.
+Four words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
+it, *resting* if it gets no gradient at all, so that a forward is enough, and *split* if its rows do
+not fit into one micro-batch. A loss over groups needs all scores of a split group at once: see
+score_gradients() and coupled_loss().
 
 batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
 "old_logps" (accumulate_gradients), each (N, T). micro_batch: n rows of it, plus "row" (their index
@@ -109,13 +112,13 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     batch["ref_logps"].
 
     collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
-    rows = collected.prompts
+    prompts = collected.prompts  # p
     rollouts = collected.rollouts
     right = collected.right
     lengths = batch["lengths"]  # (N,)
 
     def gather(values):
-        return gather_rows(values.view(len(rows), -1))  # (P, G)
+        return gather_rows(values.view(len(prompts), -1))  # (P, G)
 
     measures = {}
     # passes without a gradient need not keep a group together: the unit is one row
@@ -132,11 +135,11 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         entropies = forward_rows(engine, batch, plan, entropy=True)
         measures["entropies"] = gather(entropies.sum(1) / lengths)
     if OBJECTIVES[c["objective"]].term == "semantic_entropy":
-        measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
+        measures["clusters"] = gather(scoring.answer_clusters(rollouts, prompts, right, c))
         measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / lengths)
     if c["xdr_mode_adaptive_tau"]:
         counts = []
-        for _, modes in scoring.correct_modes(rollouts, rows, right, c):
+        for _, modes in scoring.correct_modes(rollouts, prompts, right, c):
             counts.append(len(modes or ()))  # None: a task that can't tell answers apart
         measures["correct_modes"] = gather(torch.tensor(counts))[:, 0]  # (P,)
     return GroupMeasures(

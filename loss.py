@@ -497,7 +497,8 @@ def importance_ratio(
     return ratio.clamp(max=cap)
 
 
-# --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time
+# --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time: token_logps(),
+# --- at the end of this file, is what policy.py calls
 
 # On a CPU, up to this many bytes of a forward's softmaxes are kept for its backward; the rest are
 # recomputed.
