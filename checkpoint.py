@@ -68,7 +68,8 @@ from common import (
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 from prompts import TRAINED, read_trained, write_trained
 
-# Settings whose change at a resume is not reported: places, and what follows from memory.
+# Settings whose change at a resume is not reported: folders, and what follows from the memory of
+# this machine.
 NOT_REPORTED = (
     "output_dir",
     "overwrite_output_dir",
@@ -99,11 +100,11 @@ PRIVATE = (
 )
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
 # deleted, an upload's copy, converted shards.
-LEFT = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
+LEFTOVERS = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
 # ds_to_universal requires this in shards that it converts for another number of ranks.
 CONVERTIBLE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-# Names in its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is
-# written.
+# Names in the run's folder "weights", by which servers get them: server.disk.run_name(), the number
+# of syncs, .tmp while it is written.
 WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
@@ -371,11 +372,11 @@ def discard(path: Path, aside: Path | None = None) -> None:
 def tidy(folder: Path) -> None:
     """Removes what a process that died left behind: half-written checkpoints, and weights meant for
     rollout servers, even if another host wrote them or this run has no servers."""
-    left = [path for path in folder.glob("*") if LEFT.fullmatch(path.name)]
+    leftovers = [path for path in folder.glob("*") if LEFTOVERS.fullmatch(path.name)]
     weights = folder / "weights"
     if not weights.is_symlink():  # its target may belong to another run, or to no run at all
-        left += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
-    for path in left:
+        leftovers += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
+    for path in leftovers:
         discard(path)
 
 
@@ -402,7 +403,7 @@ def free_name(path: Path, suffix: str) -> Path:
     return name
 
 
-def take_over(config: dict, step: int, parameters) -> str:
+def prepare_folder(config: dict, step: int, parameters) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
     console: what was renamed, and what checkpoints the run will write."""
     folder = Path(config["output_dir"])

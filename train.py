@@ -30,7 +30,8 @@ Where this departs from the papers:
 from checks import FLAGS
 from common import load_with_flags, script
 
-# Report a wrong config at once: the imports below take ten seconds.
+# Report a wrong config at once: the imports below take ten seconds. script() prints a user's error
+# as one sentence, without a traceback.
 if __name__ == "__main__":
     flags, config = script(lambda argv: load_with_flags(argv, FLAGS["train"]))
 
@@ -352,7 +353,7 @@ def start(c: dict) -> Run:
     dist.barrier()  # rank 0 may now rename the checkpoint, which others were still reading
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, in_place)
-        print(checkpoint.take_over(c, saved.step, parameters), flush=True)
+        print(checkpoint.prepare_folder(c, saved.step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, saved.step)
     dist.barrier()
     return Run(
