@@ -61,6 +61,15 @@ class Collected(NamedTuple):
         return [r for r in self.rollouts if "seed_id" not in r]
 
 
+class Sampled(NamedTuple):
+    """A step's groups as soon as all are scored, from which collect() makes a Collected."""
+
+    groups: dict  # {place: (its G + S completions, their values (G + S, F))} of this rank
+    failed: list[dict]  # records of rewards that failed on this rank
+    rewards: torch.Tensor  # (P, G + S) of the whole step
+    metrics: dict  # of rewards and resampling, for the whole step
+
+
 class Experience:
     def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
         self.sampler = sampler
@@ -80,59 +89,66 @@ class Experience:
         again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
-        sampled, rewards, metrics = self.sample_groups(rows, step, timer)
+        sampled = self.sample_groups(rows, step, timer)
         if self.replay is not None:
-            self.replay.update(rows, rewards[:, : c["num_generations"]])
+            self.replay.update(rows, sampled.rewards[:, : c["num_generations"]])
             self.replay_state = self.replay.state
-        metrics |= self.sampler.take_metrics()
+        metrics = sampled.metrics | self.sampler.take_metrics()
         if c["rollout_ahead"] and step + 1 < c["max_steps"]:
             self.ask_ahead(step + 1)
 
         rollouts = []
         for place in self.places:
-            group, _ = sampled[place]
+            group, _ = sampled.groups[place]
             rollouts += group
-        rewards_per_func = self.stack_rewards(sampled)
+        rewards_per_func = self.stack_rewards(sampled.groups)
         return Collected(
             rank=self.rank,
             prompts=[rows[place] for place in self.places],
             rollouts=rollouts,
             rewards_per_func=rewards_per_func,
             right=scoring.correct(rewards_per_func, self.inputs.reward_functions),
-            rewards=rewards,
+            rewards=sampled.rewards,
             metrics=metrics,
         )
 
-    def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
-        """({place: (completions, values)} of this rank, see sample(); rewards (P, G + S) and
-        metrics of the whole step). Prompts whose completions are all equally good are replaced in
-        `rows` by others, up to resample_equal_groups times."""
+    def sample_groups(self, rows: list[dict], step: int, timer) -> Sampled:
+        """Samples and scores the step's P prompts. With resample_equal_groups, prompts whose
+        completions are all equally good are replaced, in `rows` too."""
         c = self.config
-        sampled, failed = self.sample(rows, self.places, step, 0, timer)
-        rewards, metrics = self.step_rewards(sampled, timer)
-        worst = metrics  # the attempt with the most failures
+        groups, failed = self.sample(rows, self.places, step, 0, timer)
+        sampled = Sampled(groups, failed, *self.step_rewards(groups, timer))
+        if c["resample_equal_groups"]:
+            sampled = self.resample(rows, sampled, step, timer)
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
+        if failed := sampled.failed:
+            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        completions = sampled.rewards.numel()
+        # all ranks reach the same verdict
+        scoring.check_failures(sampled.metrics, completions, c["max_reward_failures"])
+        return sampled
+
+    def resample(self, rows: list[dict], sampled: Sampled, step: int, timer) -> Sampled:
+        """The step after up to resample_equal_groups rounds, in each of which other prompts replace
+        those with equal rewards, in `rows` too."""
+        groups, failed, rewards, metrics = sampled
+        worst = metrics  # of the round with the most failures
         resampled = 0
-        for attempt in range(1, c["resample_equal_groups"] + 1):
-            equal = equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
+        for attempt in range(1, self.config["resample_equal_groups"] + 1):
+            equal = equal_groups(rewards[:, : self.config["num_generations"]])  # (P,) bool
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
             # called even without places, because ranks that share an engine sample together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
-            sampled |= replacements
-            failed += new_failed
-            rewards, metrics = self.step_rewards(sampled, timer)
+            groups = groups | replacements
+            failed = failed + new_failed
+            rewards, metrics = self.step_rewards(groups, timer)
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(equal.sum())
-        if c["resample_equal_groups"]:
-            # counts failures of replaced groups too: if all rewards of a group fail, it is replaced
-            metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
-        self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if failed:
-            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
-        # all ranks reach the same verdict
-        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
-        return sampled, rewards, metrics
+        # counts failures of replaced groups too: if all rewards of a group fail, it is replaced
+        metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
+        return Sampled(groups, failed, rewards, metrics)
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple[dict, list]:
         """Samples and scores the prompts at `places`. Returns {place: (its G + S completions, their
@@ -181,15 +197,15 @@ class Experience:
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
-    def step_rewards(self, sampled: dict, timer) -> tuple[torch.Tensor, dict]:
+    def step_rewards(self, groups: dict, timer) -> tuple[torch.Tensor, dict]:
         """Rewards (P, G + S) of the whole step and their metrics, once all ranks have sampled."""
         wait_for_ranks(timer)
-        rewards_per_func = gather_rows(self.stack_rewards(sampled))  # (P, G + S, F)
+        rewards_per_func = gather_rows(self.stack_rewards(groups))  # (P, G + S, F)
         return scoring.combine(rewards_per_func, self.inputs.reward_functions)
 
-    def stack_rewards(self, sampled: dict) -> torch.Tensor:
+    def stack_rewards(self, groups: dict) -> torch.Tensor:
         """(p, G + S, F): the rewards of this rank's places, in their order."""
-        return torch.stack([sampled[place][1] for place in self.places])
+        return torch.stack([groups[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
         """Changes `rows`: the groups that taught nothing, equal (P,) bool, get other prompts.
