@@ -392,6 +392,9 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
+# --- which groups need a gradient
+
+
 def acts_on_all(beta: float, c: dict) -> bool:
     """Whether the loss has a term that may act on any group, whatever its rewards. If so, no group
     may rest."""

@@ -173,35 +173,36 @@ def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = Fa
     The rows "p p a", "p p b b" and "q c" become the M = 7 tokens "q c p p a b b" at the positions
     0 1 0 1 2 2 3, because segments of one kind are neighbours. places: 2 3 4 4, 2 3 5 6, 0 1 1 1.
     """
-    whole = prompt_lengths + lengths  # (n,)
+    total = prompt_lengths + lengths  # (n,)
     shared = shared_tokens(ids, prompt_lengths, lengths)  # (n,)
-    row = kind_of(shared, whole - shared).argsort(stable=True)  # (n,) each segment's row
+    # segments are sorted by kind: row, before, size and start have that order, places that of rows
+    row = kind_of(shared, total - shared).argsort(stable=True)  # (n,) each segment's row
     before = shared[row]
-    size = whole[row] - before
+    size = total[row] - before
     start = size.cumsum(0) - size  # (n,) place of each segment's first token
-    places = places_of(whole, shared, start[row.argsort()])  # argsort: from segments to rows
+    places = places_of(total, shared, start[row.argsort()])  # argsort: back to the order of rows
     segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
     segments = Segments(places[row], before, size)
     packed = Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
-        longest=int(whole.max()),
+        longest=int(total.max()),
         blocks=[] if varlen else blocks_of(segments),
         varlen=varlen_of(segments) if varlen else None,
     )
     return packed, places
 
 
-def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
-    """(n, W): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
+def places_of(total: Tensor, shared: Tensor, start: Tensor) -> Tensor:
+    """(n, W): the place of each token of each row. (n,) each: total, a row's tokens; shared, how
     many of them it takes from the row before; start, the place of the first that is its own."""
-    rows = torch.arange(len(whole))[:, None]  # (n, 1)
-    t = torch.arange(int(whole.max()))  # (W,)
+    rows = torch.arange(len(total))[:, None]  # (n, 1)
+    t = torch.arange(int(total.max()))  # (W,)
     # owner: the row whose segment holds the token. That is the row itself or, if it shares the
     # token, the last row before it that does not share it
     owner = ((t >= shared[:, None]) * rows).cummax(0).values  # (n, W)
-    t = torch.minimum(t, whole[:, None] - 1)  # (n, W) padding gets the place of the last token
+    t = torch.minimum(t, total[:, None] - 1)  # (n, W) padding gets the place of the last token
     return start[owner] + t - shared[owner]
 
 
@@ -253,12 +254,12 @@ def block(part: Segments) -> Block:
         keys = places[:, j.clamp(max=last)]  # (b, K)
         if (before == before[0]).all():  # then one mask is enough for all segments
             before = before[:1]
-    even = m == real.numel()  # whether all segments have the same length: nothing to pad
+    unpadded = m == real.numel()  # all segments have the same length
     return Block(
         tokens=slice(start, start + m),
         count=len(size),
-        queries=None if even else own - start,
-        real=None if even else real.flatten().nonzero()[:, 0],
+        queries=None if unpadded else own - start,
+        real=None if unpadded else real.flatten().nonzero()[:, 0],
         keys=keys,
         before=None if keys is None else before,
     )

@@ -130,6 +130,16 @@ class Policy(torch.nn.Module):
         return pooled, scores.float()
 
 
+# --- a model as it was loaded: what is refused, what is changed
+
+# keys in the configs of models with experts that add noise to their routing in training
+NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+ODD_HEAD = (
+    "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
+    "supported"
+)
+
+
 @torch.no_grad()
 def check_head(lm) -> None:
     """Tries the model on eight tokens. UserError if its logits are not finite, differ in training
@@ -168,14 +178,6 @@ def check_head(lm) -> None:
     # has_plain_head() too, because eight tokens may not show a small bias, or a cap on small logits
     if gap > tolerance or not has_plain_head(lm):
         raise UserError(f"model {name!r} {ODD_HEAD}")
-
-
-# keys in the configs of models with experts
-NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-ODD_HEAD = (
-    "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
-    "supported"
-)
 
 
 def check_body(lm) -> None:
@@ -269,6 +271,8 @@ def make_trainable(lm, model: str) -> str:
     return drop_unsavable(lm)
 
 
+# --- the optimizer
+
 # what an optimizer raises for options that it can't take
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
 
@@ -351,6 +355,9 @@ def options_refused(c: dict, error: Exception) -> UserError:
         f"optimizer_options={c['optimizer_options']}: torch.optim."
         f"{OPTIMIZERS[c['optimizer']].cls} refuses them: {in_one_line(error, 300)}"
     )
+
+
+# --- helpers
 
 
 def seed_classes(c: dict) -> int:

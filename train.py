@@ -234,7 +234,7 @@ def load_reference(c: dict, engine, device):
     if c["reference_placement"] == "device":
         return reference
     sharded = {
-        "train_micro_batch_size_per_gpu": 1,  # required, as above
+        "train_micro_batch_size_per_gpu": 1,  # required, as in deepspeed_config()
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
