@@ -679,10 +679,10 @@ def start_engine(config: dict, device: torch.device):
     return make(config["model"], config, dtype_of(config), device)
 
 
-def check_class_unchanged(engine, c: dict) -> None:
+def check_class_unchanged(sampler, c: dict) -> None:
     """UserError if vLLM, in this process, has changed the transformers class that the policy needs,
     as it does for models that it has no code of its own for."""
-    if isinstance(engine, VllmEngine) and engine.llm.model_config.using_transformers_backend():
+    if isinstance(sampler, VllmEngine) and sampler.llm.model_config.using_transformers_backend():
         raise UserError(
             f"rollout_engine='vllm' has no code of its own for model={c['model']!r}: it changes "
             f"transformers', and then no policy can be made in the same process: set "

@@ -772,7 +772,7 @@ def train(run: Run) -> None:
     """The nine steps of the README, over and over."""
     c, timer = run.config, run.timer
     G = c["num_generations"]
-    # with rollout_ahead the sampler's weights are a step older, so its log-probs may differ
+    # -1, off: with rollout_ahead the sampler's weights are a step older, so log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
     catch_up(run)
@@ -804,6 +804,7 @@ def train(run: Run) -> None:
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
+            # the only key of the targets that may follow a schedule
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
@@ -813,7 +814,8 @@ def train(run: Run) -> None:
         with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run. Only after 6,
-            # because the trainer's log-probs are by-products of the forwards in 5
+            # because the trainer's log-probs are by-products of the forwards in 5. Without the S
+            # rows, which may be trained under another prompt than they were sampled with
             unseeded = rollout.take(batch, collected.unseeded_indices)
             # the log-probs of a skipped update may be NaN, which says nothing about the sampler
             metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)
