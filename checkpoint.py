@@ -65,7 +65,8 @@ from common import (
 from journal import CONVERTED, TRIAL_SAVE, delete, open_no_link
 from prompts import TRAINED, read_trained, write_trained
 
-# Settings whose change at a resume is not reported: places, and what follows from memory.
+# Settings whose change at a resume is not reported: folders, and what follows from the memory of
+# this machine.
 NOT_REPORTED = (
     "output_dir",
     "overwrite_output_dir",
@@ -96,11 +97,11 @@ PRIVATE = (
 )
 # What a process that died may leave in a run's folder: half a save, a checkpoint that was being
 # deleted, an upload's copy, converted shards.
-LEFT = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
+LEFTOVERS = re.compile(r"((push_)?step_\d+|universal)\.tmp|step_\d+\.old\d*")
 # ds_to_universal requires this in shards that it converts for another number of ranks.
 CONVERTIBLE = {"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}}
-# Names in its folder "weights": server.disk.run_name(), the number of syncs, .tmp while it is
-# written.
+# Names in the run's folder "weights", by which servers get them: server.disk.run_name(), the number
+# of syncs, .tmp while it is written.
 WEIGHTS = re.compile(r".+-\d+-[0-9a-f]{8}-\d+(\.tmp)?")
 # Environment variables that torch.load obeys: see no_code().
 ONLY_WEIGHTS = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "0"}
@@ -368,11 +369,11 @@ def discard(path: Path, aside: Path | None = None) -> None:
 def tidy(folder: Path) -> None:
     """Removes what a process that died left behind: half-written checkpoints, and weights meant for
     rollout servers, even if another host wrote them or this run has no servers."""
-    left = [path for path in folder.glob("*") if LEFT.fullmatch(path.name)]
+    leftovers = [path for path in folder.glob("*") if LEFTOVERS.fullmatch(path.name)]
     weights = folder / "weights"
     if not weights.is_symlink():  # its target may belong to another run, or to no run at all
-        left += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
-    for path in left:
+        leftovers += [path for path in weights.glob("*") if WEIGHTS.fullmatch(path.name)]
+    for path in leftovers:
         discard(path)
 
 
@@ -399,7 +400,7 @@ def free_name(path: Path, suffix: str) -> Path:
     return name
 
 
-def take_over(config: dict, step: int, parameters) -> str:
+def prepare_folder(config: dict, step: int, parameters) -> str:
     """Puts a run's folder in order before the run goes on from `step`. Returns sentences for the
     console: what was renamed, and what checkpoints the run will write."""
     folder = Path(config["output_dir"])
@@ -699,11 +700,11 @@ def changes(path: Path, config: dict) -> str:
     except NOT_REPORTED; "" if there are none."""
     before = as_read_back(settings_of(path))
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
-    told = []
+    changed = []
     for key, value in as_read_back(config).items():
         if key in known and before[key] != value and key not in NOT_REPORTED:
-            told.append(f"{key} {before[key]!r} -> {value!r}")
-    return f"changed since {path}: {', '.join(told)}" if told else ""
+            changed.append(f"{key} {before[key]!r} -> {value!r}")
+    return f"changed since {path}: {', '.join(changed)}" if changed else ""
 
 
 def check_resumable(path: Path, config: dict) -> None:
@@ -945,14 +946,14 @@ def load_universal(path: Path, engine, folder: Path) -> tuple:
     engine._config.load_universal_checkpoint = True  # for this one call
     loaded = engine.load_checkpoint(str(converted), tag="engine")
     engine._config.load_universal_checkpoint = False
-    own_step_counts(engine.optimizer.optimizer)
+    separate_step_counts(engine.optimizer.optimizer)
     dist.barrier()
     if rank == 0:
         discard(converted)
     return loaded
 
 
-def own_step_counts(optimizer) -> None:
+def separate_step_counts(optimizer) -> None:
     """Gives every parameter of torch's optimizer a step count of its own, on the parameter's
     device. From converted shards DeepSpeed loads a single one, on the CPU, for all of them: on a
     GPU a fused AdamW refuses it, and under ZeRO 3 every group of parameters would add 1 to it in

@@ -49,8 +49,9 @@ class Objective(NamedTuple):
         return self.group_loss in ("weights", "balance")
 
     @property
-    def has_own_advantages(self) -> bool:
-        """Whether the advantages come from a formula that is not this project's own."""
+    def has_custom_advantages(self) -> bool:
+        """Whether the advantages come from a user's formula, which may compare rows of different
+        groups: those of this project compare a row with its group only."""
         return self.advantage not in ("centred", "pass_at_k")
 
 
@@ -66,8 +67,7 @@ OBJECTIVES = {
     "token_entropy": Objective(term="token_entropy"),
     "maxrl": Objective(scale="mean"),  # groups count by how rarely they succeed
     "pkpo": Objective(advantage="pass_at_k"),
-    # a pull that does not saturate
-    "flow": Objective(group_loss="balance"),
+    "flow": Objective(group_loss="balance"),  # maxent's target, with a squared loss
 }
 
 
@@ -94,7 +94,7 @@ OPTIMIZERS = {
 }
 
 
-# (beginnings of keys, whether these keys have any effect, the key that turns them on). From this
+# (prefixes of keys, whether these keys have any effect, the key that turns them on). From this
 # table and the next, unused() warns about keys that are set in vain.
 SWITCHES = (
     (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
@@ -149,7 +149,7 @@ USED = {
     "controller_meta_truncation_steps": lambda o, c: (
         c["controller_meta_method"] in ("", "truncated_backprop")
     ),
-    # without seeds it has a switch to tell of
+    # true without seeds, too: then SWITCHES warns, and one warning is enough
     "info_seed_temperature": lambda o, c: (
         c["info_seed_num_seeds"] == 0 or c["info_seed_loss_type"] == "infonce"
     ),
@@ -1104,9 +1104,9 @@ def unused(c: dict, defaults: dict) -> list[str]:
     objective = OBJECTIVES[c["objective"]]
     unread = [key for key in changed if key in USED and not USED[key](objective, c)]
     sentences = []
-    for beginnings, is_read, switch in SWITCHES:
-        vain = [key for key in changed if key.startswith(beginnings) and key != switch]
-        # what the objective does not read is no better off once the switch is on
+    for prefixes, is_read, switch in SWITCHES:
+        vain = [key for key in changed if key.startswith(prefixes) and key != switch]
+        # what the objective does not read has no effect with the switch on, either
         vain = [key for key in vain if key not in unread]
         if vain and not is_read(c):
             sentences.append(f"{settings(vain, c)}: not used with {switch}={c[switch]!r}")

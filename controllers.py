@@ -249,7 +249,7 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
 
     groups: see potential(); the active groups of the step, measured before the update. Without an
     active group, or with a non-finite gradient, nothing changes but the counts."""
-    # not a step with an update
+    # between two updates
     if state["step"] % config["controller_meta_update_interval"]:
         return next_step(state), {}
     if len(groups["utilities"]) == 0:
@@ -265,10 +265,12 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
     meta, (tau_move, beta_move) = descend(
         state["meta"], gradient, config["controller_meta_optimizer"]
     )
-    free_tau = moved(state["tau"], -rate(config["controller_meta_tau_lr"], config) * tau_move)
-    free_beta = moved(state["beta"], -rate(config["controller_meta_beta_lr"], config) * beta_move)
-    tau = clip(free_tau, config["maxent_tau_min"], config["maxent_tau_max"])
-    beta = clip(free_beta, config["beta_min"], config["beta_max"])
+    tau_lr = rate(config["controller_meta_tau_lr"], config)
+    beta_lr = rate(config["controller_meta_beta_lr"], config)
+    unclipped_tau = moved(state["tau"], -tau_lr * tau_move)
+    unclipped_beta = moved(state["beta"], -beta_lr * beta_move)
+    tau = clip(unclipped_tau, config["maxent_tau_min"], config["maxent_tau_max"])
+    beta = clip(unclipped_beta, config["beta_min"], config["beta_max"])
     metrics = {
         "meta/loss": phi,
         "meta/entropy": H,
@@ -276,8 +278,8 @@ def meta_step(state: dict, groups: dict, config: dict) -> tuple[dict, dict]:
         "meta/tau_grad": tau_grad,
         "meta/beta_grad": beta_grad,
         "meta/grad_norm": math.hypot(*gradient),
-        "meta/tau_projected": float(tau != free_tau),
-        "meta/beta_projected": float(beta != free_beta),
+        "meta/tau_projected": float(tau != unclipped_tau),
+        "meta/beta_projected": float(beta != unclipped_beta),
     }
     return {**next_step(state), "tau": tau, "beta": beta, "meta": meta}, metrics
 

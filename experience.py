@@ -27,10 +27,11 @@ from preflight import Inputs
 from ranks import World, any_rank, gather_objects, gather_rows, wait_for_ranks
 from stream import Replay, step_rows
 
-EQUAL_STEPS = 5  # a run warns after this many steps in a row in which no group taught anything
-CUT_STEPS = 5  # likewise, in which more than CUT_SHARE of the completions were cut off
+# When Symptoms warns:
+EQUAL_STEPS = 5  # after this many steps in a row in which no group taught anything
+CUT_STEPS = 5  # after this many in a row in which more than CUT_SHARE of completions were cut off
 CUT_SHARE = 0.5
-FLAT_STEPS = 5  # a run warns if in its first steps, this many, no weights told right from wrong
+FLAT_STEPS = 5  # once, after this many steps, if in none of them weights told right from wrong
 
 
 class Collected(NamedTuple):
@@ -45,7 +46,7 @@ class Collected(NamedTuple):
     metrics: dict  # of rewards, engine and resampling, for the whole step, the same on every rank
 
     @property
-    def own_rewards(self) -> torch.Tensor:
+    def local_rewards(self) -> torch.Tensor:
         """(p, G + S): this rank's rewards. `rewards` is in rank order, also after deal()."""
         p = len(self.prompts)
         return self.rewards[self.rank * p : (self.rank + 1) * p]
@@ -58,6 +59,15 @@ class Collected(NamedTuple):
     @property
     def unseeded(self) -> list[dict]:
         return [r for r in self.rollouts if "seed_id" not in r]
+
+
+class Sampled(NamedTuple):
+    """A step's groups as soon as all are scored, from which collect() makes a Collected."""
+
+    groups: dict  # {place: (its G + S completions, their values (G + S, F))} of this rank
+    failed: list[dict]  # records of rewards that failed on this rank
+    rewards: torch.Tensor  # (P, G + S) of the whole step
+    metrics: dict  # of rewards and resampling, for the whole step
 
 
 class Experience:
@@ -79,59 +89,66 @@ class Experience:
         again, and on whether too many rewards failed (RewardsFailed)."""
         c = self.config
         rows = step_rows(self.inputs, self.replay, step, c)  # P, the same on every rank
-        sampled, rewards, metrics = self.sample_groups(rows, step, timer)
+        sampled = self.sample_groups(rows, step, timer)
         if self.replay is not None:
-            self.replay.update(rows, rewards[:, : c["num_generations"]])
+            self.replay.update(rows, sampled.rewards[:, : c["num_generations"]])
             self.replay_state = self.replay.state
-        metrics |= self.sampler.take_metrics()
+        metrics = sampled.metrics | self.sampler.take_metrics()
         if c["rollout_ahead"] and step + 1 < c["max_steps"]:
             self.ask_ahead(step + 1)
 
         rollouts = []
         for place in self.places:
-            group, _ = sampled[place]
+            group, _ = sampled.groups[place]
             rollouts += group
-        rewards_per_func = self.stack_rewards(sampled)
+        rewards_per_func = self.stack_rewards(sampled.groups)
         return Collected(
             rank=self.rank,
             prompts=[rows[place] for place in self.places],
             rollouts=rollouts,
             rewards_per_func=rewards_per_func,
             right=scoring.correct(rewards_per_func, self.inputs.reward_functions),
-            rewards=rewards,
+            rewards=sampled.rewards,
             metrics=metrics,
         )
 
-    def sample_groups(self, rows: list[dict], step: int, timer) -> tuple:
-        """({place: (completions, values)} of this rank, see sample(); rewards (P, G + S) and
-        metrics of the whole step). Prompts whose completions are all equally good are replaced in
-        `rows` by others, up to resample_equal_groups times."""
+    def sample_groups(self, rows: list[dict], step: int, timer) -> Sampled:
+        """Samples and scores the step's P prompts. With resample_equal_groups, prompts whose
+        completions are all equally good are replaced, in `rows` too."""
         c = self.config
-        sampled, failed = self.sample(rows, self.places, step, 0, timer)
-        rewards, metrics = self.step_rewards(sampled, timer)
-        worst = metrics  # the attempt with the most failures
+        groups, failed = self.sample(rows, self.places, step, 0, timer)
+        sampled = Sampled(groups, failed, *self.step_rewards(groups, timer))
+        if c["resample_equal_groups"]:
+            sampled = self.resample(rows, sampled, step, timer)
+        self.sampler.sleep()  # its memory is the learner's until the next rollout
+        if failed := sampled.failed:
+            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        completions = sampled.rewards.numel()
+        # all ranks reach the same verdict
+        scoring.check_failures(sampled.metrics, completions, c["max_reward_failures"])
+        return sampled
+
+    def resample(self, rows: list[dict], sampled: Sampled, step: int, timer) -> Sampled:
+        """The step after up to resample_equal_groups rounds, in each of which other prompts replace
+        those with equal rewards, in `rows` too."""
+        groups, failed, rewards, metrics = sampled
+        worst = metrics  # of the round with the most failures
         resampled = 0
-        for attempt in range(1, c["resample_equal_groups"] + 1):
-            equal = equal_groups(rewards[:, : c["num_generations"]])  # (P,) bool
+        for attempt in range(1, self.config["resample_equal_groups"] + 1):
+            equal = equal_groups(rewards[:, : self.config["num_generations"]])  # (P,) bool
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
             # called even without places, because ranks that share an engine sample together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
-            sampled |= replacements
-            failed += new_failed
-            rewards, metrics = self.step_rewards(sampled, timer)
+            groups = groups | replacements
+            failed = failed + new_failed
+            rewards, metrics = self.step_rewards(groups, timer)
             worst = max(worst, metrics, key=lambda m: m["reward/failures"])
             resampled += int(equal.sum())
-        if c["resample_equal_groups"]:
-            # counts failures of replaced groups too: if all rewards of a group fail, it is replaced
-            metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
-        self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if failed:
-            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
-        # all ranks reach the same verdict
-        scoring.check_failures(worst, rewards.numel(), c["max_reward_failures"])
-        return sampled, rewards, metrics
+        # counts failures of replaced groups too: if all rewards of a group fail, it is replaced
+        metrics = metrics | scoring.failure_counts(worst) | {"resampled_groups": resampled}
+        return Sampled(groups, failed, rewards, metrics)
 
     def sample(self, rows: list[dict], places, step: int, attempt: int, timer) -> tuple[dict, list]:
         """Samples and scores the prompts at `places`. Returns {place: (its G + S completions, their
@@ -147,8 +164,8 @@ class Experience:
             )
         with timer("reward"):
             functions = self.inputs.reward_functions
-            most = scoring.most_timeouts_of_step(asked, functions, self.config)
-            values, failed = scoring.measure(rollouts, asked, functions, self.config, most)
+            limit = scoring.max_timeouts_of_step(asked, functions, self.config)
+            values, failed = scoring.measure(rollouts, asked, functions, self.config, limit)
         groups = rollout.groups_of(rollouts, len(asked))  # of G + S
         return dict(zip(places, zip(groups, values))), failed
 
@@ -180,15 +197,15 @@ class Experience:
 
         return [row["prompt_ids"] for row in rows], c["num_generations"], sampling, group_done
 
-    def step_rewards(self, sampled: dict, timer) -> tuple[torch.Tensor, dict]:
+    def step_rewards(self, groups: dict, timer) -> tuple[torch.Tensor, dict]:
         """Rewards (P, G + S) of the whole step and their metrics, once all ranks have sampled."""
         wait_for_ranks(timer)
-        rewards_per_func = gather_rows(self.stack_rewards(sampled))  # (P, G + S, F)
+        rewards_per_func = gather_rows(self.stack_rewards(groups))  # (P, G + S, F)
         return scoring.combine(rewards_per_func, self.inputs.reward_functions)
 
-    def stack_rewards(self, sampled: dict) -> torch.Tensor:
+    def stack_rewards(self, groups: dict) -> torch.Tensor:
         """(p, G + S, F): the rewards of this rank's places, in their order."""
-        return torch.stack([sampled[place][1] for place in self.places])
+        return torch.stack([groups[place][1] for place in self.places])
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
         """Changes `rows`: the groups that taught nothing, equal (P,) bool, get other prompts.
@@ -218,7 +235,7 @@ class Experience:
 
 def log_rollouts(folder, collected: Collected, functions: list, step: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl."""
-    rewards = collected.own_rewards  # (p, G + S)
+    rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
@@ -271,7 +288,7 @@ def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[in
     load = [0] * ranks
 
     for place in sorted(range(len(tokens)), key=lambda i: (not learns[i], -tokens[i])):
-        home = place // share
+        home = place // share  # the rank that sampled it, which gets it if loads are equal
         free = [rank for rank in range(ranks) if len(dealt[rank]) < share]
         rank = min(free, key=lambda r: (load[r], r != home))
         dealt[rank].append(place)
@@ -299,8 +316,8 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.prompts))
     local = world.share(len(collected.rewards))
-    parts = zip(collected.prompts, groups, collected.rewards_per_func, collected.right)
-    held = dict(zip(local, map(Group._make, parts)))  # place -> Group
+    parts = zip(local, collected.prompts, groups, collected.rewards_per_func, collected.right)
+    held = {place: Group(*fields) for place, *fields in parts}
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)
@@ -310,8 +327,8 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 
     places = dealt[world.rank]  # that this rank learns from
     leaving = {place: group for place, group in held.items() if place not in places}
-    for arrived in gather_objects(leaving):
-        held |= arrived
+    for moved in gather_objects(leaving):  # from all ranks, to all ranks
+        held |= moved
     kept = [held[place] for place in places]
     order = torch.tensor(dealt).flatten()  # (P,)
     return collected._replace(
@@ -328,33 +345,33 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 
 class Symptoms:
     """Looks for what would explain that a run does not learn. Counts over the steps of this launch;
-    equal_steps goes on at a resume."""
+    only equal_steps is saved in checkpoints and goes on at a resume."""
 
     def __init__(self, config: dict, equal_steps: int = 0):
         self.config = config
-        self.steps = 0  # that it has looked at
+        self.steps = 0  # of this launch
         self.equal_steps = equal_steps  # in a row, in which no group's rewards taught anything
         self.cut_steps = 0  # in a row, in which more than CUT_SHARE of completions were cut off
         self.told_of_cuts = False
         self.widest = 0.0  # the largest difference of two rewards of a group
 
-    def look(
+    def warnings(
         self, step: int, collected: Collected, metrics: dict, tau: float, beta: float
     ) -> list[str]:
         """The warnings after a step, usually none. All ranks together. step: how many are done;
-        tau, beta: those of this step; metrics: likewise, the same on all ranks."""
+        metrics, tau, beta: of the last one, the same on all ranks."""
         rewards = collected.rewards[:, : self.config["num_generations"]]  # (P, G)
         self.steps += 1
-        looks = (
+        sentences = (
             self.look_at_cuts(step, metrics["completions/clipped_ratio"]),
             self.look_at_equal(step, rewards, metrics, collected.right),
             self.look_at_weights(step, rewards, tau, beta),
         )
-        return [f"warning: {sentence}" for sentence in looks if sentence]
+        return [f"warning: {sentence}" for sentence in sentences if sentence]
 
     def look_at_cuts(self, step: int, share: float) -> str:
-        """A sentence, once, when for CUT_STEPS steps more than CUT_SHARE of the completions had no
-        end. share: of this step."""
+        """A sentence, once, when for CUT_STEPS steps more than CUT_SHARE of the completions were
+        cut off. share: how many of this step's."""
         c = self.config
         self.cut_steps = self.cut_steps + 1 if share > CUT_SHARE else 0
         if self.cut_steps < CUT_STEPS or self.told_of_cuts:
@@ -382,7 +399,7 @@ class Symptoms:
             return ""
         all_right = not any_rank(not bool(right.all()))
         unless = ""
-        if OBJECTIVES[c["objective"]].has_own_advantages:
+        if OBJECTIVES[c["objective"]].has_custom_advantages:
             unless = f" (unless objective={c['objective']!r} looks beyond the rewards of a group)"
         return (
             f"for {EQUAL_STEPS} steps all completions of a group have had equal rewards (mean "
@@ -405,9 +422,10 @@ class Symptoms:
         if cut_off > CUT_SHARE:  # look_at_cuts() says what to do
             length = c["max_completion_length"]
             return f"{cut_off:.0%} of the completions are cut off at max_completion_length={length}"
-        # the same tokens, and not more pairs of them than one completion has: not in another order
-        pairs = metrics["completions/distinct_2"] * c["num_generations"]
-        if metrics["completions/jaccard"] > 0.999 and pairs < 1.01:
+        # the same tokens (jaccard 1) in the same order: together the completions of a group have no
+        # more different bigrams than one of them
+        bigrams = metrics["completions/distinct_2"] * c["num_generations"]
+        if metrics["completions/jaccard"] > 0.999 and bigrams < 1.01:
             return (
                 f"the completions of a group are the same, too; raise "
                 f"temperature={c['temperature']}, or, if they differed at first, lower "

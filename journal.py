@@ -34,12 +34,12 @@ LOCK = ".lock"  # this file is in the folder while a run holds it
 # Shards in DeepSpeed's universal format: checkpoint.load_universal() makes and deletes them before
 # the run has written anything.
 CONVERTED = "universal.tmp"
-# Files that don't make a folder count as used. A batch script makes "logs" before the run starts
-NOT_OF_A_RUN = (LOCK, "logs", CONVERTED)
+# A folder that holds only these counts as empty. A batch script makes "logs" before the run starts
+IGNORED_FILES = (LOCK, "logs", CONVERTED)
 # What a run writes before its first step, besides an empty metrics.jsonl. Files named .tmp are left
 # only by a run that was killed
 TRIAL_SAVE = "trial.tmp"
-OF_A_START = (
+START_FILES = (
     "config.json",
     "config.tmp",
     "launches.jsonl",
@@ -49,7 +49,7 @@ OF_A_START = (
     "weights",  # for servers
     TRIAL_SAVE,
 )
-# What a resumed run writes to by name: a symbolic link there would lead it out of its folder
+# What a resumed run writes to and must not be symbolic links, which would lead out of its folder
 NO_LINKS = (
     "curves.png",
     "evaluations",
@@ -254,16 +254,16 @@ def holds_others(folder: Path, known) -> bool:
 
 def is_empty(folder: Path) -> bool:
     """Whether a folder holds nothing that a run has written."""
-    return not folder.exists() or not holds_others(folder, NOT_OF_A_RUN)
+    return not folder.exists() or not holds_others(folder, IGNORED_FILES)
 
 
 def was_only_started(folder: Path) -> bool:
-    """Whether a folder holds only what a run left that ended before its first step."""
-    left = [*NOT_OF_A_RUN, *OF_A_START]
+    """Whether a folder holds only the files of a run that ended before its first step."""
+    known = [*IGNORED_FILES, *START_FILES]
     metrics = folder / "metrics.jsonl"
     if metrics.exists() and not metrics.stat().st_size:
-        left.append(metrics.name)
-    return (folder / "launches.jsonl").exists() and not holds_others(folder, left)
+        known.append(metrics.name)
+    return (folder / "launches.jsonl").exists() and not holds_others(folder, known)
 
 
 def check_run_folder(config: dict, resuming: bool) -> None:
@@ -314,12 +314,13 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     unless this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {*NOT_OF_A_RUN}
+    kept = {*IGNORED_FILES}
     if asked_to_stop(folder):
         kept.add("stop")
     for path in folder.iterdir():
-        of_the_end = path.name in ("stop", "done")
-        if path.name not in kept and (of_the_end or not resuming):
+        # how the earlier launch ended, which says nothing about this one
+        is_end_marker = path.name in ("stop", "done")
+        if path.name not in kept and (is_end_marker or not resuming):
             delete(path)
     # first, because was_only_started() recognises a start that broke off by this file
     with open_own(folder / "launches.jsonl", "a") as file:  # a resumed run adds a line

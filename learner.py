@@ -4,16 +4,20 @@ and on many.
     measured = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(measured, tau, beta, config)    # weights, advantages, active groups
     counts = step_counts(targets, measured.lengths)
-    metrics = accumulate_gradients(engine, batch, own_targets(targets, world), beta, config, counts)
+    targets = local_targets(targets, world)    # this rank's groups, (p, G)
+    metrics = accumulate_gradients(engine, batch, targets, beta, config, counts)
     engine.step()
 
-A row is a completion with its prompt. P prompts of the step, p = P / world of this rank. G rows of
-a group, InfoSeed's S included (train.py, experience.py and infoseed.py write G + S). N = p*G rows
-of this rank (in loss.py: of the step), n of a micro-batch. T tokens of the longest completion. How
-the objectives differ is listed in checks.OBJECTIVES.
+A row is a completion with its prompt (not, as in experience.py, a row of the dataset). P prompts of
+the step, p = P / world of this rank. G rows of a group, InfoSeed's S included (train.py,
+experience.py and infoseed.py write G + S). N = p*G rows of this rank (in loss.py: of the step), n
+of a micro-batch. T tokens of the longest completion. How the objectives differ is listed in
+checks.OBJECTIVES.
 
-Three words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
-it, and *resting* if it gets no gradient at all, so that a forward is enough.
+Four words for a group: it is *equal* if all its rewards are, *active* if a loss over groups counts
+it, *resting* if it gets no gradient at all, so that a forward is enough, and *split* if its rows do
+not fit into one micro-batch. A loss over groups needs all scores of a split group at once: see
+score_gradients() and coupled_loss().
 
 batch: the tensors of rollout.to_batch() for the N rows, plus "ref_logps" (measure_groups) and
 "old_logps" (accumulate_gradients), each (N, T). micro_batch: n rows of it, plus "row" (their index
@@ -108,13 +112,13 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     batch["ref_logps"].
 
     collected: experience.Collected; rewards (P, G): its rewards plus what InfoSeed adds to them."""
-    rows = collected.prompts
+    prompts = collected.prompts  # p
     rollouts = collected.rollouts
     right = collected.right
     lengths = batch["lengths"]  # (N,)
 
     def gather(values):
-        return gather_rows(values.view(len(rows), -1))  # (P, G)
+        return gather_rows(values.view(len(prompts), -1))  # (P, G)
 
     measures = {}
     # passes without a gradient need not keep a group together: the unit is one row
@@ -131,11 +135,11 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
         entropies = forward_rows(engine, batch, plan, entropy=True)
         measures["entropies"] = gather(entropies.sum(1) / lengths)
     if OBJECTIVES[c["objective"]].term == "semantic_entropy":
-        measures["clusters"] = gather(scoring.answer_clusters(rollouts, rows, right, c))
+        measures["clusters"] = gather(scoring.answer_clusters(rollouts, prompts, right, c))
         measures["mean_logps"] = gather(batch["sampler_logps"].sum(1) / lengths)
     if c["xdr_mode_adaptive_tau"]:
         counts = []
-        for _, modes in scoring.correct_modes(rollouts, rows, right, c):
+        for _, modes in scoring.correct_modes(rollouts, prompts, right, c):
             counts.append(len(modes or ()))  # None: a task that can't tell answers apart
         measures["correct_modes"] = gather(torch.tensor(counts))[:, 0]  # (P,)
     return GroupMeasures(
@@ -285,7 +289,7 @@ def step_counts(targets: GroupTargets, lengths) -> dict:
     }
 
 
-def own_targets(targets: GroupTargets, world) -> GroupTargets:
+def local_targets(targets: GroupTargets, world) -> GroupTargets:
     """This rank's groups (p, G) of the whole step's (P, G)."""
     local = world.share(len(targets.active))
     return targets.select(slice(local.start, local.stop))
@@ -304,7 +308,8 @@ def loss_scores(logps, lengths, c: dict):
     them."""
     kind = OBJECTIVES[c["objective"]].group_loss
     longest = c["max_completion_length"]
-    # neither mle, a likelihood, nor the mode-entropy term (last line), in nats, is scaled
+    # maxent_score_scale is left out of mle, a likelihood, and of the mode-entropy term (last line),
+    # which is in nats
     if kind == "weights" and c["maxent_loss"] == "mle":
         return L.sequence_scores(logps, lengths, "length", longest)
     if kind:
@@ -387,6 +392,9 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
 
 
+# --- which groups need a gradient
+
+
 def acts_on_all(beta: float, c: dict) -> bool:
     """Whether the loss has a term that may act on any group, whatever its rewards. If so, no group
     may rest."""
@@ -398,7 +406,7 @@ def may_have_gradient(rewards, beta: float, c: dict):
     resting_rows() is exact, but needs forwards that come later."""
     objective = OBJECTIVES[c["objective"]]
     # a user's own advantages may compare rows across groups
-    if acts_on_all(beta, c) or rewards_seeds(c) or objective.has_own_advantages:
+    if acts_on_all(beta, c) or rewards_seeds(c) or objective.has_custom_advantages:
         return torch.ones(len(rewards), dtype=torch.bool)
     return rewards_teach(rewards, c)
 
@@ -600,16 +608,16 @@ def update_metrics(sums, tokens: int, has_reference: bool) -> dict:
     return metrics
 
 
-def learning_seconds(own: float) -> dict:
+def learning_seconds(local: float) -> dict:
     """Seconds of forwards and backwards on the slowest rank and on average, and how long this rank
-    waits for the slowest. own: this rank's seconds. (ZeRO 2 and 3 also wait inside every backward,
-    which counts as work here.)"""
-    seconds = gather_rows(torch.tensor([float(own)]))  # (ranks,)
+    waits for the slowest. local: this rank's seconds. (ZeRO 2 and 3 also wait inside every
+    backward, which counts as work here.)"""
+    seconds = gather_rows(torch.tensor([float(local)]))  # (ranks,)
     slowest = seconds.max().item()
     return {
         "time/learn_slowest": slowest,
         "time/learn_mean": seconds.mean().item(),
-        "time/wait": max(0.0, slowest - own),  # of this rank, before gradients are exchanged
+        "time/wait": max(0.0, slowest - local),  # of this rank, before gradients are exchanged
     }
 
 
@@ -686,13 +694,14 @@ class Unit(NamedTuple):
     cost: int = 0  # its tokens, on its own
 
 
-def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatchPlan:
+def agree_on_plan(batch: dict, unit_size: int, c: dict, rests=None) -> MicroBatchPlan:
     """The micro-batches of this rank. All ranks call it together and get the same number of
-    learning ones, at least one each: the optimizer needs a backward before it steps. together: how
-    many neighbouring rows, G or 1, share a micro-batch if they fit."""
+    learning ones, at least one each: the optimizer needs a backward before it steps. unit_size: how
+    many neighbouring rows share a micro-batch if they fit, G or 1. rests (N,) bool: rows without a
+    gradient; None: no row rests."""
     budget = c["max_tokens_per_micro_batch"]
-    resting, learning = fill_micro_batches(batch, budget, together, c["pack_sequences"], rests)
-    splits = any(len(unit.rows) < together for units in resting + learning for unit in units)
+    resting, learning = fill_micro_batches(batch, budget, unit_size, c["pack_sequences"], rests)
+    splits = any(len(unit.rows) < unit_size for units in resting + learning for unit in units)
     local = torch.tensor([splits, len(resting), len(learning)])
     any_splits, most_resting, most_learning = across_ranks(local, dist.ReduceOp.MAX).tolist()
     if not any_splits:
@@ -700,16 +709,16 @@ def agree_on_plan(batch: dict, together: int, c: dict, rests=None) -> MicroBatch
     # if one rank splits a group, all take rows as units, so that each can make equally many
     # micro-batches
     plan = stretch(in_rows(resting), in_rows(learning), most_resting, max(1, most_learning))
-    return plan._replace(split=split_rows(plan.micro_batches, together))
+    return plan._replace(split=split_rows(plan.micro_batches, unit_size))
 
 
-def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rests) -> tuple:
-    """(resting, learning): micro-batches with as many rows as fit in `budget` tokens. `together`
-    neighbouring rows (a group) stay in one if they fit. A micro-batch is a list of units. rests
-    (N,) bool: rows without a gradient, which go to `resting`; None: no row rests."""
-    groups = units_of(batch, together, pack)
+def fill_micro_batches(batch: dict, budget: int, unit_size: int, pack: bool, rests) -> tuple:
+    """(resting, learning): micro-batches of as many units as fit in `budget` tokens; each is a list
+    of units. A group that alone does not fit is split into units of one row. rests: see
+    agree_on_plan()."""
+    groups = units_of(batch, unit_size, pack)
     units = groups
-    if together > 1 and any(group.cost > budget for group in groups):
+    if unit_size > 1 and any(group.cost > budget for group in groups):
         single_rows = units_of(batch, 1, pack)
         units = []
         for group in groups:
@@ -728,16 +737,16 @@ def fill_micro_batches(batch: dict, budget: int, together: int, pack: bool, rest
     return fill_padded(resting, budget), fill_padded(learning, budget)
 
 
-def units_of(batch: dict, together: int, pack: bool) -> list[Unit]:
-    """Every `together` neighbouring rows as a unit."""
-    rows = torch.arange(len(batch["ids"])).view(-1, together)  # (units, together)
-    total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, together)
+def units_of(batch: dict, unit_size: int, pack: bool) -> list[Unit]:
+    """Every `unit_size` neighbouring rows as a unit."""
+    rows = torch.arange(len(batch["ids"])).view(-1, unit_size)  # (units, unit_size)
+    total = (batch["prompt_lengths"] + batch["lengths"]).cpu()[rows]  # (units, unit_size)
     if pack:
         shared = shared_with_previous(batch, slice(None)).view(rows.shape)
         # what the first row shares with the unit before it is left to fill_packed
         cost = total.sum(1) - shared[:, 1:].sum(1)
     else:
-        cost = total.amax(1) * together  # rows are padded to the longest
+        cost = total.amax(1) * unit_size  # rows are padded to the longest
     return list(map(Unit, rows.tolist(), cost.tolist()))
 
 
@@ -759,10 +768,10 @@ def fill_packed(units: list[Unit], batch: dict, budget: int) -> list:
     saved = shared_with_previous(batch, ends.flatten())[::2].tolist()
     micro_batches = []
     used = 0  # tokens in the last micro-batch
-    for unit, less in zip(units, saved, strict=True):
-        if micro_batches and used + unit.cost - less <= budget:
+    for unit, saving in zip(units, saved, strict=True):
+        if micro_batches and used + unit.cost - saving <= budget:
             micro_batches[-1].append(unit)
-            used += unit.cost - less
+            used += unit.cost - saving
         else:
             micro_batches.append([unit])
             used = unit.cost

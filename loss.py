@@ -497,7 +497,8 @@ def importance_ratio(
     return ratio.clamp(max=cap)
 
 
-# --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time
+# --- log-probs of tokens, with the vocabulary's logits of a few tokens at a time: token_logps(),
+# --- at the end of this file, is what policy.py calls
 
 # On a CPU, up to this many bytes of a forward's softmaxes are kept for its backward; the rest are
 # recomputed.
@@ -563,19 +564,18 @@ class ChunkedLogps(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             # float32, because many chunks add to it
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        wanted = grad_logps != 0  # (n,)
+        # clipped tokens, and rows of advantage 0 among others, have no gradient
+        has_gradient = grad_logps != 0  # (n,)
         if ctx.options.want_entropy:
-            wanted |= grad_entropy != 0
+            has_gradient |= grad_entropy != 0
         else:
             grad_entropy = None
-        # Clipped tokens, and rows of advantage 0 among others, have no gradient. This waits for the
-        # device once instead of once per chunk.
-        wanted = wanted.tolist()
+        has_gradient = has_gradient.tolist()  # one wait for the device instead of one per chunk
         for i in range(0, len(targets), ctx.options.chunk):
             part = slice(i, i + ctx.options.chunk)
             # popped, because the gradient overwrites it: a second backward would recompute it
             p = ctx.kept.pop(i, None)
-            if not any(wanted[part]):
+            if not any(has_gradient[part]):
                 continue
             logits = head_logits(hidden[part], weight) if p is None else None
             tokens = ChunkTokens(
@@ -623,8 +623,8 @@ def kept_size(hidden: Tensor) -> int:
 
 def room_for_softmaxes(hidden: Tensor) -> int:
     """Bytes that softmaxes may take between forward and backward, on a GPU a quarter of the free
-    memory. A kept softmax saves the backward one of the head's four products, that of hidden states
-    and vocabulary head."""
+    memory. For a kept softmax the backward need not compute the logits again, one of the head's
+    four matrix products."""
     if not hidden.is_cuda:
         return KEPT_BYTES
     free = torch.cuda.mem_get_info(hidden.device)[0]
@@ -663,7 +663,7 @@ def cpu_gradient(p, logits, temperature: float, tokens: ChunkTokens, dtype):
     if tokens.grad_entropy is not None and tokens.grad_entropy.any():
         # computed before p is overwritten
         of_entropy = entropy_gradient(p, tokens.entropy, tokens.grad_entropy)
-    # dlogp / dlogits = [1 at the target] - p
+    # dlogp / dlogits = one_hot(target) - p
     grad = p.mul_(-tokens.grad_logps[:, None])
     grad.scatter_add_(1, tokens.targets[:, None], tokens.grad_logps[:, None])
     if of_entropy is not None:
@@ -709,8 +709,8 @@ def softmax_gradient(p, logits, scale, tokens: tuple, dtype):
     at_target = torch.arange(p.shape[1], device=p.device) == tokens.targets[:, None]
     logp = tokens.logps[:, None]
     p = torch.where(at_target, logp.exp(), p)
-    rest = torch.where(at_target, -torch.expm1(logp), -p)
-    grad = tokens.grad_logps[:, None] * rest
+    one_hot_minus_p = torch.where(at_target, -torch.expm1(logp), -p)  # dlogp / dlogits
+    grad = tokens.grad_logps[:, None] * one_hot_minus_p
     grad = grad + entropy_gradient(p, tokens.entropy, tokens.grad_entropy)
     return (grad * scale).to(dtype)
 

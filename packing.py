@@ -15,7 +15,7 @@ On a GPU in 16 bits, one varlen_attn per layer takes all segments (Varlen). Else
 about the same length are padded to a block (Block). Either plan is made on the host and sent to
 the device once, so that no layer and no block makes the host wait for the device.
 
-n rows, each with a segment; S tokens of the longest row; M tokens in all. A place is an index into
+n rows, each with a segment; W tokens of the longest row; M tokens in all. A place is an index into
 the M tokens.
 """
 
@@ -140,7 +140,7 @@ def shared_tokens(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> Tenso
     """(n,) how many of its first tokens each row takes from the row before it: the whole prompt if
     both have the same, or the common beginning of two different prompts if it is at least half of
     the row. A shorter one would not pay, because a segment with tokens before it needs a mask and
-    copies of their keys. ids (n, S), prompt_lengths, lengths (n,)."""
+    copies of their keys. ids (n, W), prompt_lengths, lengths (n,)."""
     shorter = torch.minimum(prompt_lengths[1:], prompt_lengths[:-1])  # (n - 1,)
     longest = int(prompt_lengths.max())
     steps = torch.arange(longest, device=ids.device)
@@ -155,7 +155,8 @@ def kind_of(before: Tensor, size: Tensor) -> Tensor:
     """(n,) a number for each segment's kind. Segments of one kind are padded to one block: the
     longest is less than twice as long as the shortest, and either all of them have shared tokens
     before them or none does. before, size (n,): a segment's shared tokens, and its own."""
-    return size.log2().ceil().long() + 64 * (before > 0)  # no segment has 2^64 tokens
+    # + 64: log2 of a size is below 64, so kinds with and without shared tokens stay apart
+    return size.log2().ceil().long() + 64 * (before > 0)
 
 
 def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,51 +165,51 @@ def ragged_indices(counts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def pack(ids: Tensor, prompt_lengths: Tensor, lengths: Tensor, varlen: bool = False) -> tuple:
-    """(Packed, places (n, S)): the plan for these rows, and the place of each of their tokens (in
-    the padding that of the row's last token); all tensors on the host. ids (n, S): prompt and
+    """(Packed, places (n, W)): the plan for these rows, and the place of each of their tokens (in
+    the padding that of the row's last token); all tensors on the host. ids (n, W): prompt and
     completion, right-padded; prompt_lengths, lengths (n,). varlen: plan for varlen_attn instead of
     blocks.
 
     The rows "p p a", "p p b b" and "q c" become the M = 7 tokens "q c p p a b b" at the positions
     0 1 0 1 2 2 3, because segments of one kind are neighbours. places: 2 3 4 4, 2 3 5 6, 0 1 1 1.
     """
-    whole = prompt_lengths + lengths  # (n,)
+    total = prompt_lengths + lengths  # (n,)
     shared = shared_tokens(ids, prompt_lengths, lengths)  # (n,)
-    row = kind_of(shared, whole - shared).argsort(stable=True)  # (n,) each segment's row
+    # segments are sorted by kind: row, before, size and start have that order, places that of rows
+    row = kind_of(shared, total - shared).argsort(stable=True)  # (n,) each segment's row
     before = shared[row]
-    size = whole[row] - before
+    size = total[row] - before
     start = size.cumsum(0) - size  # (n,) place of each segment's first token
-    places = places_of(whole, shared, start[row.argsort()])  # argsort: from segments to rows
+    places = places_of(total, shared, start[row.argsort()])  # argsort: back to the order of rows
     segment, t = ragged_indices(size)  # (M,) each token's segment, and its index in it
     at = before[segment] + t  # (M,) its index in its row
     segments = Segments(places[row], before, size)
     packed = Packed(
         ids=ids[row[segment], at][None],
         positions=at[None],
-        longest=int(whole.max()),
+        longest=int(total.max()),
         blocks=[] if varlen else blocks_of(segments),
         varlen=varlen_of(segments) if varlen else None,
     )
     return packed, places
 
 
-def places_of(whole: Tensor, shared: Tensor, start: Tensor) -> Tensor:
-    """(n, S): the place of each token of each row. (n,) each: whole, a row's tokens; shared, how
+def places_of(total: Tensor, shared: Tensor, start: Tensor) -> Tensor:
+    """(n, W): the place of each token of each row. (n,) each: total, a row's tokens; shared, how
     many of them it takes from the row before; start, the place of the first that is its own."""
-    rows = torch.arange(len(whole))[:, None]  # (n, 1)
-    t = torch.arange(int(whole.max()))  # (S,)
-    # a row brings its own tokens; a shared one was brought by the last row before it that has it as
-    # its own
-    brings = (t >= shared[:, None]) * rows  # (n, S)
-    bringer = brings.cummax(0).values
-    t = torch.minimum(t, whole[:, None] - 1)  # (n, S) padding gets the place of the last token
-    return start[bringer] + t - shared[bringer]
+    rows = torch.arange(len(total))[:, None]  # (n, 1)
+    t = torch.arange(int(total.max()))  # (W,)
+    # owner: the row whose segment holds the token. That is the row itself or, if it shares the
+    # token, the last row before it that does not share it
+    owner = ((t >= shared[:, None]) * rows).cummax(0).values  # (n, W)
+    t = torch.minimum(t, total[:, None] - 1)  # (n, W) padding gets the place of the last token
+    return start[owner] + t - shared[owner]
 
 
 class Segments(NamedTuple):
     """The n segments in their order, or some neighbours of them."""
 
-    places: Tensor  # (n, S) of all tokens of the segment's row
+    places: Tensor  # (n, W) of all tokens of the segment's row
     before: Tensor  # (n,) how many of these tokens are shared
     size: Tensor  # (n,) how many are the segment's own
 
@@ -253,12 +254,12 @@ def block(part: Segments) -> Block:
         keys = places[:, j.clamp(max=last)]  # (b, K)
         if (before == before[0]).all():  # then one mask is enough for all segments
             before = before[:1]
-    even = m == real.numel()  # whether all segments have the same length: nothing to pad
+    unpadded = m == real.numel()  # all segments have the same length
     return Block(
         tokens=slice(start, start + m),
         count=len(size),
-        queries=None if even else own - start,
-        real=None if even else real.flatten().nonzero()[:, 0],
+        queries=None if unpadded else own - start,
+        real=None if unpadded else real.flatten().nonzero()[:, 0],
         keys=keys,
         before=None if keys is None else before,
     )
@@ -364,10 +365,11 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, b: Block, scaling) -> Tensor:
     else:
         keys = gather_entries(k, b.keys)  # (b, kv heads, K, d)
         values = gather_entries(v, b.keys)
-    groups = queries.shape[1] // keys.shape[1]
-    if b.seen is not None and groups > 1:  # no fast kernel takes a mask with fewer key heads
-        keys = keys.repeat_interleave(groups, 1)
-        values = values.repeat_interleave(groups, 1)
+    # grouped-query attention: so many query heads share a key head
+    sharing = queries.shape[1] // keys.shape[1]
+    if b.seen is not None and sharing > 1:  # no fast kernel takes a mask with fewer key heads
+        keys = keys.repeat_interleave(sharing, 1)
+        values = values.repeat_interleave(sharing, 1)
     out = scaled_dot_product_attention(
         queries,
         keys,

@@ -4,8 +4,9 @@ weights by name, its adapters.
     policy = Policy(lm, temperature=1.0, chunk=CHUNK)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
-n rows with k completion tokens in all; T tokens of the longest completion, S of the longest row,
-M of the packed row, in which shared tokens count once; H hidden size, V vocabulary.
+n rows with k completion tokens in all; T tokens of the longest completion, W of the longest row
+(prompt and completion), M of the packed row, in which shared tokens count once; H hidden size, V
+vocabulary.
 """
 
 import inspect
@@ -71,8 +72,8 @@ class Policy(torch.nn.Module):
             packed, places = packing.pack(ids, prompt_lengths, lengths, varlen)
         else:
             packed = None
-            # rows of S tokens one after the other, padding included
-            places = torch.arange(ids.numel()).view(ids.shape)  # (n, S)
+            # rows of W tokens one after the other, padding included
+            places = torch.arange(ids.numel()).view(ids.shape)  # (n, W)
         row, t = completion_mask(lengths).nonzero(as_tuple=True)  # (k,) each
         at = prompt_lengths[row] + t  # (k,) index in the row
         place = places[row, at]
@@ -81,7 +82,7 @@ class Policy(torch.nn.Module):
 
     def forward(self, ids, prompt_lengths, lengths, want_entropy=True, pool=""):
         """(logps, entropy) of the completions, each (n, T) float32, 0 outside; entropy is None if
-        not wanted. ids (n, S), right-padded; prompt_lengths, lengths (n,).
+        not wanted. ids (n, W), right-padded; prompt_lengths, lengths (n,).
         With pool "mean" or "last" instead: (the completions' final hidden states, pooled in this
         way, (n, H) float32; the seed head's logits on them or None). Not a method of its own,
         because ZeRO-3 gathers weights only for forward."""
@@ -93,7 +94,7 @@ class Policy(torch.nn.Module):
             hidden = packing.hidden_states(self.lm, plan.packed)  # (M, H)
         else:
             out = self.lm.base_model(input_ids=ids, use_cache=False)
-            hidden = out.last_hidden_state.flatten(0, 1)  # (n * S, H)
+            hidden = out.last_hidden_state.flatten(0, 1)  # (n * W, H)
         if pool:
             return self.pooled(hidden, plan, lengths, pool)
         logps, entropy = token_logps(
@@ -127,6 +128,16 @@ class Policy(torch.nn.Module):
             return pooled, None
         scores = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
         return pooled, scores.float()
+
+
+# --- a model as it was loaded: what is refused, what is changed
+
+# keys in the configs of models with experts that add noise to their routing in training
+NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
+ODD_HEAD = (
+    "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
+    "supported"
+)
 
 
 @torch.no_grad()
@@ -167,14 +178,6 @@ def check_head(lm) -> None:
     # has_plain_head() too, because eight tokens may not show a small bias, or a cap on small logits
     if gap > tolerance or not has_plain_head(lm):
         raise UserError(f"model {name!r} {ODD_HEAD}")
-
-
-# keys in the configs of models with experts
-NOISE = ("router_jitter_noise", "input_jitter_noise", "moe_jitter_eps")
-ODD_HEAD = (
-    "has a bias, a cap or a scale on the logits of its vocabulary head (lm_head), which is not "
-    "supported"
-)
 
 
 def check_body(lm) -> None:
@@ -268,16 +271,18 @@ def make_trainable(lm, model: str) -> str:
     return drop_unsavable(lm)
 
 
+# --- the optimizer
+
 # what an optimizer raises for options that it can't take
 REFUSALS = (TypeError, ValueError, RuntimeError, LookupError)
 
 
-class Checked:
-    """Mixed into an optimizer for ZeRO stage 0 in float32. There DeepSpeed neither measures the
-    gradient nor skips a step with NaN, as it does in all other cases. DeepSpeed's
-    get_global_grad_norm() and was_step_applied() read the last two attributes."""
+class ClipAndSkip:
+    """Mixed into an optimizer for ZeRO stage 0 in float32: clips the gradient, and skips the step
+    if it is not finite. In all other cases DeepSpeed does both."""
 
     max_grad_norm = 0.0  # 0: the gradient is measured, not clipped
+    # DeepSpeed's get_global_grad_norm() and was_step_applied() read these two
     _global_grad_norm = 0.0
     overflow = False  # whether the last step was skipped
 
@@ -296,8 +301,8 @@ class Checked:
         super().step()
 
 
-def is_checked(c: dict) -> bool:
-    """Whether the optimizer itself clips gradients and skips steps where they are not finite."""
+def optimizer_clips(c: dict) -> bool:
+    """Whether the optimizer itself clips and skips (ClipAndSkip), and not DeepSpeed."""
     return c["zero_stage"] == 0 and dtype_of(c) == torch.float32
 
 
@@ -310,9 +315,9 @@ def make_optimizer(parameters, c: dict) -> torch.optim.Optimizer:
     if "fused" in inspect.signature(cls).parameters and not arguments.get("foreach"):
         arguments.setdefault("fused", True)
     kind = cls
-    if is_checked(c):
+    if optimizer_clips(c):
         options = {"max_grad_norm": c["max_grad_norm"]}
-        kind = type("Checked" + cls.__name__, (Checked, cls), options)
+        kind = type("ClipAndSkip" + cls.__name__, (ClipAndSkip, cls), options)
     try:
         return kind(parameters, **arguments)
     except REFUSALS as error:
@@ -350,6 +355,9 @@ def options_refused(c: dict, error: Exception) -> UserError:
         f"optimizer_options={c['optimizer_options']}: torch.optim."
         f"{OPTIMIZERS[c['optimizer']].cls} refuses them: {in_one_line(error, 300)}"
     )
+
+
+# --- helpers
 
 
 def seed_classes(c: dict) -> int:
@@ -534,9 +542,10 @@ def merged(layer, weight, a, b):
 
 
 def rounded(values, dtype):
-    """float32 values in another type; in bfloat16 each is rounded up or down at random, with odds
-    that make the mean right. Rounding to the nearest would give W itself until a change exceeds
-    half the gap between two numbers: for tens of steps the sampler would see almost none of it."""
+    """float32 values in another type; in bfloat16 by stochastic rounding: up or down at random,
+    with odds that make the mean right. Rounding to the nearest would give W itself until a change
+    exceeds half the gap between two numbers: for tens of steps the sampler would see almost none of
+    it."""
     if dtype != torch.bfloat16:
         return values.to(dtype)
     # always the same random numbers, so that all ranks and a resumed run round alike

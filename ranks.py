@@ -488,12 +488,13 @@ def gather_objects(value) -> list:
     return values
 
 
-def check_alike(told: dict) -> None:
+def check_alike(settings: dict) -> None:
     """RunStopped, on all ranks alike, if a rank differs from rank 0 in how it was started or in its
     versions of packages. Such ranks would train different things, or wait for each other in
-    different collectives. told: {what: value}, without NaN. All ranks call this together."""
+    different collectives. settings: config, flags, hashes of data, without NaN. All ranks call this
+    together."""
     packages = {m.__name__: m.__version__ for m in (torch, transformers, deepspeed)}
-    first, *others = gather_objects(told | packages)
+    first, *others = gather_objects(settings | packages)
     for rank, other in enumerate(others, start=1):
         for what in first | other:  # a rank with other code has other keys
             here, there = first.get(what), other.get(what)

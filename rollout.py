@@ -68,8 +68,10 @@ HF_TOKENS = 32_768  # each has keys and values
 # of transformers' caches: those that hold keys and values alone, which can be repeated
 REPEATABLE = {DynamicLayer, DynamicSlidingWindowLayer}
 CACHE_SHARE = 0.25  # share of a rank's memory that vLLM's cache takes on a CPU by default
-
 STAY_SHARE = 0.1  # of a GPU's memory: smaller weights stay there while vLLM sleeps
+
+
+# --- what every engine takes and does
 
 
 class Sampling(NamedTuple):
@@ -80,6 +82,43 @@ class Sampling(NamedTuple):
     stop_token_ids: list[int]
     seeds: list[int]
     names: list[str] | None = None  # what a server's log calls the requests
+
+
+class Engine:
+    """The interface of every engine: VllmEngine and HfEngine below, ServerEngine in
+    server/engine.py. The last can also begin() to sample in the background, for rollout_ahead."""
+
+    sleeps = False  # whether it has GPU memory to lend to the learner
+
+    def generate(
+        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
+    ) -> list:
+        """n rollouts of each prompt, prompt-major, still without "text", which the function
+        generate() below adds. group_done(i, group), if given, is called with the n rollouts of
+        prompt i as soon as they are complete."""
+        raise NotImplementedError
+
+    def sync(self, named_parameters) -> None:
+        """Takes the weights from an iterator of (name, tensor)."""
+        raise NotImplementedError
+
+    # an engine overrides the following only where it has something to do
+
+    def wait(self) -> None:
+        """Returns when nothing is being sampled in the background."""
+
+    def sleep(self) -> None:
+        """Lends the engine's GPU memory to the learner."""
+
+    def wake(self) -> None:
+        """Takes the memory back. A sync() must follow: it brings back weights and cache."""
+
+    def take_metrics(self) -> dict:
+        """The engine's own metrics since the last call."""
+        return {}
+
+    def close(self) -> None:
+        """Shuts down. Call it before the process group is destroyed."""
 
 
 def in_prompt_order(groups: dict[int, list[dict]]) -> list[dict]:
@@ -137,7 +176,7 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     but at least one. UserError if a given size holds none."""
     block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
     block_size = block * bytes_per_token(config, model_config)  # bytes
-    row = math.ceil(max_sequence_length(config) / block) * block_size
+    row = math.ceil(max_sequence_length(config) / block) * block_size  # of a row at full length
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     if size == 0:
         held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
@@ -323,42 +362,6 @@ def stays_on_gpu(weights: int, memory: int) -> bool:
     return weights < STAY_SHARE * memory
 
 
-class Engine:
-    """The interface of every engine: VllmEngine and HfEngine below, ServerEngine in
-    server/engine.py. The last can also begin() to sample in the background, for rollout_ahead."""
-
-    sleeps = False  # whether it has GPU memory to lend to the learner
-
-    def generate(
-        self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
-    ) -> list:
-        """n rollouts of each prompt, prompt-major. group_done(i, group), if given, is called with
-        the n rollouts of prompt i as soon as they are complete."""
-        raise NotImplementedError
-
-    def sync(self, named_parameters) -> None:
-        """Takes the weights from an iterator of (name, tensor)."""
-        raise NotImplementedError
-
-    # an engine overrides the following only where it has something to do
-
-    def wait(self) -> None:
-        """Returns when nothing is being sampled in the background."""
-
-    def sleep(self) -> None:
-        """Lends the engine's GPU memory to the learner."""
-
-    def wake(self) -> None:
-        """Takes the memory back. A sync() must follow: it brings back weights and cache."""
-
-    def take_metrics(self) -> dict:
-        """The engine's own metrics since the last call."""
-        return {}
-
-    def close(self) -> None:
-        """Shuts down. Call it before the process group is destroyed."""
-
-
 class VllmEngine(Engine):
     """vLLM inside this process, under torchrun: one engine per rank, or one shared by
     tensor_parallel_size ranks. sync() must be given lm_head.weight even if the model ties its
@@ -496,8 +499,8 @@ class VllmEngine(Engine):
             self.llm.sleep(level=2)
             return
         core = self.llm.llm_engine.engine_core.engine_core
-        # a batch that was scheduled ahead may still be queued when the last completion has ended;
-        # without asynchronous scheduling there is no queue, but finished requests to sweep out
+        # when the last completion has ended, a batch that was scheduled ahead may still be queued
+        # or, without asynchronous scheduling, finished requests are still in the scheduler
         while core.batch_queue or core.scheduler.has_requests():
             self.llm.llm_engine.step()
         self.llm.sleep(level=0)  # level 0 stops scheduling and moves nothing
@@ -683,10 +686,10 @@ def start_engine(config: dict, device: torch.device):
     return make(config["model"], config, dtype_of(config), device)
 
 
-def check_own_class(engine, c: dict) -> None:
+def check_class_unchanged(sampler, c: dict) -> None:
     """UserError if vLLM, in this process, has changed the transformers class that the policy needs,
     as it does for models that it has no code of its own for."""
-    if isinstance(engine, VllmEngine) and engine.llm.model_config.using_transformers_backend():
+    if isinstance(sampler, VllmEngine) and sampler.llm.model_config.using_transformers_backend():
         raise UserError(
             f"rollout_engine='vllm' has no code of its own for model={c['model']!r}: it changes "
             f"transformers', and then no policy can be made in the same process: set "
@@ -798,10 +801,10 @@ def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_batch(rollouts: list[dict], device) -> dict:
-    """Tensors of N rows: ids (N, S), prompt and completion, right-padded; prompt_lengths and
-    lengths (N,), in tokens, EOS included; sampler_logps (N, T), where column 0 is the completion's
-    first token. Padding on the right needs no attention mask: attention is causal, so no real token
-    sees it."""
+    """Tensors of N rows: ids (N, W), prompt and completion, right-padded; prompt_lengths and
+    lengths (those of completions, EOS included) (N,); sampler_logps (N, T), where column 0 is the
+    completion's first token. Padding on the right needs no attention mask: attention is causal, so
+    no real token sees it."""
     ids = []
     logps = []
     prompt_lengths = []
@@ -812,7 +815,7 @@ def to_batch(rollouts: list[dict], device) -> dict:
         prompt_lengths.append(len(r["prompt_ids"]))
         lengths.append(len(r["completion_ids"]))
     return {
-        "ids": pad(ids, torch.long).to(device),  # (N, S)
+        "ids": pad(ids, torch.long).to(device),  # (N, W)
         "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
         "lengths": torch.tensor(lengths).to(device),  # (N,)
         "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
@@ -828,7 +831,7 @@ def take(batch: dict, rows: torch.Tensor) -> dict:
     longest_completion = int(part["lengths"].max())
     width = batch["sampler_logps"].shape[1]  # T
     for key, values in part.items():
-        if key == "ids":  # (N, S): wider, as a prompt has a token at least
+        if key == "ids":  # (N, W): wider, as a prompt has a token at least
             part[key] = values[:, :longest]
         elif values.dim() > 1 and values.shape[1] == width:
             part[key] = values[:, :longest_completion]

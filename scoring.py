@@ -62,7 +62,7 @@ def by_name(functions: list[RewardFunction], values) -> dict:
     return named
 
 
-# --- asking the workers
+# --- jobs: calls of reward functions, in the worker processes
 
 POOLS = {}  # (processes, timeout, memory): workers.Pool; a run has one
 
@@ -80,11 +80,11 @@ def pool_of(c: dict) -> workers.Pool | None:
     return POOLS[settings]
 
 
-def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
-    """{key: number, text, None or Failure} of these jobs, see jobs_of(). Once more than
-    `most_timeouts` have timed out, the workers give up on the others."""
+def run_jobs(jobs: dict, c: dict, max_timeouts: float = math.inf) -> dict:
+    """{key: result}, a number, text, None or Failure, of these jobs, see jobs_of(). Once more than
+    `max_timeouts` have timed out, the workers give up on the others."""
     if pool := pool_of(c):
-        return pool.answers(jobs, most_timeouts)
+        return pool.answers(jobs, max_timeouts)
     for path in {path for path, _, _ in jobs.values()}:
         try:
             workers.imported(path)
@@ -94,10 +94,10 @@ def answers_to(jobs: dict, c: dict, most_timeouts: float = math.inf) -> dict:
 
 
 def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
-    """The key of one job. Equal completions of a row have equal keys, so they are scored once."""
-    # the number of tokens is part of it: the same text may be tokenised in two ways, and some
-    # rewards count tokens
-    # id(row): begin() and measure() must get the same dict, because a copy would be scored again
+    """The key of one job. Equal completions of a row have equal keys, so they are scored once.
+
+    id(row): begin() and measure() must get the same dict; a copy would be scored again. The number
+    of tokens: one text may be tokenised in two ways, and some rewards count tokens."""
     return function.path, id(row), r["text"], len(r["completion_ids"])
 
 
@@ -128,16 +128,16 @@ def measure(
     rows: list[dict],
     functions: list[RewardFunction],
     c: dict,
-    most_timeouts: float = math.inf,
+    max_timeouts: float = math.inf,
 ) -> tuple[torch.Tensor, list[dict]]:
     """The values (p, G, F) float32, NaN where a function does not score a row, TIMEOUT or ERROR
-    where it failed; and a record of each failure. Once more than `most_timeouts` jobs have timed
-    out, what has no answer yet is a TIMEOUT too."""
+    where it failed; and a record of each failure. Once more than `max_timeouts` jobs have timed
+    out, what has no result yet is a TIMEOUT too."""
     groups = list(zip(rows, rollout.groups_of(rollouts, len(rows))))
     jobs = {}
     for row, group in groups:
         jobs |= jobs_of(group, row, functions, c)
-    answers = answers_to(jobs, c, most_timeouts)
+    results = run_jobs(jobs, c, max_timeouts)
     G = len(groups[0][1]) if groups else 0
     # (p, G, F)
     values = torch.full((len(rows), G, len(functions)), math.nan)
@@ -147,7 +147,7 @@ def measure(
             for f, function in enumerate(functions):
                 if not function.applies_to(row):
                     continue
-                value = as_reward(answers[job_key(function, row, r)])
+                value = as_reward(results[job_key(function, row, r)])
                 if isinstance(value, Failure):
                     failed.append(failure_record(value, function, row, r))
                     value = TIMEOUT if value.kind == "timeout" else ERROR
@@ -155,7 +155,7 @@ def measure(
     return values, failed
 
 
-def most_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
+def max_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: dict) -> float:
     """For measure(): how many of a rank's jobs may time out before it is certain that
     check_failures() will stop the run, whatever the other ranks find."""
     if c["max_reward_failures"] == 1:  # nothing will stop it
@@ -190,11 +190,11 @@ def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) 
     return rollouts, values, failed
 
 
-def as_reward(answer) -> float | Failure:
-    """A worker's answer as a reward: a number or a Failure. A text or None becomes a Failure."""
-    if isinstance(answer, (int, float, Failure)):
-        return answer
-    said = "None" if answer is None else quoted(answer, 40)
+def as_reward(result) -> float | Failure:
+    """A job's result as a reward: a number or a Failure. A text or None becomes a Failure."""
+    if isinstance(result, (int, float, Failure)):
+        return result
+    said = "None" if result is None else quoted(result, 40)
     return Failure("error", f"gave {said}; a reward must be a number")
 
 
@@ -346,21 +346,21 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
                 key = ("mode", id(row), r["text"])
                 jobs[key] = (f"{task.__name__}:mode", r["text"], {"answer": row["answer"]})
                 places.append((key, i, j))
-    answers = answers_to(jobs, c)
-    lost = []
+    results = run_jobs(jobs, c)
+    unnamed = []  # a clause for each right completion without a mode
     for key, i, j in places:
-        mode = answers[key]
+        mode = results[key]
         if mode is None or isinstance(mode, Failure):
             reason = mode.reason if mode else "gave None, as for a wrong completion"
-            lost.append(
+            unnamed.append(
                 f"{jobs[key][0]} on {quoted(key[2], 60)} of row {quoted(rows[i]['id'])} {reason}"
             )
         else:
             modes[i][j] = str(mode)  # a number is a mode too
-    if lost:
+    if unnamed:
         print_above_bar(
-            f"warning: mode() can't name the answers of {len(lost)} of {len(places)} right "
-            f"completions, which do not count as different ones: {lost[0]}"
+            f"warning: mode() can't name the answers of {len(unnamed)} of {len(places)} right "
+            f"completions, which do not count as different ones: {unnamed[0]}"
         )
     return modes
 

@@ -17,8 +17,9 @@ from data import BLOCK
 from loss import equal_groups
 from prompts import prompt_key
 
-# up to this many visits to a prompt count equally; after that, older ones fade
-LASTING = 4
+# A prompt's mean gap (see Replay): a plain mean over this many visits, then a moving average (EMA)
+# in which the newest visit weighs 1 / MEAN_VISITS.
+MEAN_VISITS = 4
 
 # --- a step
 
@@ -53,6 +54,7 @@ def pick(pools: list[list], weights: list, i: int, seed) -> dict:
     # no pool number in the seed, so that a mixture of one source is the same run as that source
     if len(pools) == 1:
         return row_of_passes(pools[0], i, seed)
+    # in each block of BLOCK prompts, every pool has exactly its share, in random order
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_pools(tuple(weights), seed, block)
     pool = chosen[slot]  # its number
@@ -117,7 +119,7 @@ def with_easy_prompts(rows: list[dict], easy: list[dict], step: int, share: floa
     return mixed
 
 
-# --- prompts worth another try
+# --- replay: prompts worth another try
 
 
 class Replay:
@@ -137,9 +139,9 @@ class Replay:
         for row in rows:
             self.rows.setdefault(prompt_key(row), row)  # the first of rows with the same prompt
         kept = {}
-        for key, numbers in state.get("prompts", {}).items():
+        for key, stats in state.get("prompts", {}).items():
             if key in self.rows:
-                kept[key] = tuple(numbers)  # JSON has turned tuples into lists
+                kept[key] = tuple(stats)  # JSON has turned tuples into lists
         self.state = {"total": state.get("total", 0), "prompts": kept}
 
     def ucb_score(self, key: str) -> float:
@@ -182,18 +184,18 @@ class Replay:
         self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
 
 
-def visited_again(numbers: tuple, gap: float) -> tuple:
-    """numbers = (visits, mean gap, variance of the gaps) after one more visit with this gap. Exact
-    for LASTING visits; from then on each visit has 1 / LASTING of the weight, because the policy
-    changes: prompts that it has learnt meanwhile would otherwise stay attractive for ever."""
-    visits, mean, variance = numbers
-    share = 1 / min(visits + 1, LASTING)
+def visited_again(stats: tuple, gap: float) -> tuple:
+    """stats = (visits, mean gap, variance of the gaps) after one more visit with this gap. Visits
+    before the last MEAN_VISITS fade, because the policy changes: prompts that it has learnt
+    meanwhile would otherwise stay attractive for ever."""
+    visits, mean, variance = stats
+    share = 1 / min(visits + 1, MEAN_VISITS)
     change = gap - mean
     mean += share * change
     return visits + 1, mean, (1 - share) * (variance + share * change**2)
 
 
-def keep_value(numbers: tuple) -> float:
+def keep_value(stats: tuple) -> float:
     """Mean gap + standard deviation: lowest for a prompt that has taught nothing every time."""
-    _, mean, variance = numbers
+    _, mean, variance = stats
     return mean + math.sqrt(variance)

@@ -21,14 +21,17 @@ Where this departs from the papers:
    because its fixed point does not depend on the sampling distribution.
 5. xdr is dr_grpo with rows weighted by G * softmax(A / tau); tau = inf is dr_grpo to the bit. With
    xdr_ref_tilt, beta acts through these weights instead of a KL in the loss, never through both.
-6. InfoSeed without a trained head guesses a row's seed from the mean hidden state of each seed.
-   These means leave out all rows of the row's own prompt; otherwise guesses would be below chance.
+6. InfoSeed (infoseed.py, off by default) puts a seed into the prompt of some completions, and
+   trains them to show which. Without a trained head it guesses a row's seed from the mean hidden
+   state of each seed. These means leave out all rows of the row's own prompt; otherwise guesses
+   would be below chance.
 """
 
 from checks import FLAGS
 from common import load_with_flags, script
 
-# Report a wrong config at once: the imports below take ten seconds.
+# Report a wrong config at once: the imports below take ten seconds. script() prints a user's error
+# as one sentence, without a traceback.
 if __name__ == "__main__":
     flags, config = script(lambda argv: load_with_flags(argv, FLAGS["train"]))
 
@@ -87,11 +90,11 @@ from policy import (
     count_parameters,
     dtype_of,
     flip_signs,
-    is_checked,
     make_optimizer,
     make_trainable,
     move_frozen,
     named_weights,
+    optimizer_clips,
     seed_classes,
     set_stop_tokens,
     set_temperature,
@@ -136,9 +139,9 @@ class Run:
     hub: checkpoint.Hub | None  # likewise, and None without push_to_hub
     step: int  # finished steps
     controller_state: dict  # tau, beta and what their controllers remember
-    saved_step: int  # a step that needs no save: the run began there, or has saved it
+    saved_step: int  # the last one saved, or where the run began; -1: that has no model yet
     skipped_steps: int  # how many steps in a row had an update that was not applied
-    symptoms: Symptoms  # what it has seen that explains why a run may not learn
+    symptoms: Symptoms  # warns when something explains why the run does not learn
     stopping: bool = False
 
     @property
@@ -165,8 +168,8 @@ def deepspeed_config(c: dict) -> dict:
     return {
         "train_micro_batch_size_per_gpu": 1,  # required, though ours have as many rows as fit
         "managed_gradient_accumulation": False,  # allows any number of backward() per step()
-        # 0: DeepSpeed does not clip, because policy.Checked does
-        "gradient_clipping": 0.0 if is_checked(c) else c["max_grad_norm"],
+        # 0: DeepSpeed does not clip, because policy.ClipAndSkip does
+        "gradient_clipping": 0.0 if optimizer_clips(c) else c["max_grad_norm"],
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,  # see checks.OPTIMIZERS
@@ -182,7 +185,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     warning = make_trainable(lm, c["model"])
     lm.train(trains).requires_grad_(trains)
     dropout = turn_off_dropout(lm)
-    seeds = 0
+    seeds = 0  # classes of InfoSeed's head
     if trains:  # what follows is printed once, not for the reference too
         if warning:
             say_on_rank_0(warning)
@@ -231,7 +234,7 @@ def load_reference(c: dict, engine, device):
     if c["reference_placement"] == "device":
         return reference
     sharded = {
-        "train_micro_batch_size_per_gpu": 1,  # required, as above
+        "train_micro_batch_size_per_gpu": 1,  # required, as in deepspeed_config()
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
@@ -332,7 +335,7 @@ def start(c: dict) -> Run:
     # start from the same weights.
     torch.manual_seed(c["seed"])
     sampler = rollout.start_engine(c, world.device)
-    rollout.check_own_class(sampler, c)
+    rollout.check_class_unchanged(sampler, c)
     sampler.sleep()  # its memory is the learner's until the first sync
     engine = load_policy(c, world.device)
     set_stop_tokens(engine.module.lm, inputs.stop_ids)
@@ -350,7 +353,7 @@ def start(c: dict) -> Run:
     dist.barrier()  # rank 0 may now rename the checkpoint, which others were still reading
     if world.rank == 0:  # the run writes nothing until everything has loaded
         make_run_folder(c, header, in_place)
-        print(checkpoint.take_over(c, saved.step, parameters), flush=True)
+        print(checkpoint.prepare_folder(c, saved.step, parameters), flush=True)
         log = MetricsLog(Path(c["output_dir"]), c, saved.step)
     dist.barrier()
     return Run(
@@ -401,7 +404,7 @@ def less_memory(phase: str, c: dict) -> str:
         # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
-    if phase == "sync" and own_vllm:  # it allocates its cache again
+    if phase == "sync" and own_vllm:  # a sync wakes vLLM, which allocates its cache again
         share = entries(c, "vllm_options")["gpu_memory_utilization"]
         return f"lower vllm_options.gpu_memory_utilization={share}"
     budget = c["max_tokens_per_micro_batch"]
@@ -442,7 +445,7 @@ def update(
     learning_rate = learning_rate_at(run.step, c)
     for parameters in engine.optimizer.param_groups:
         parameters["lr"] = learning_rate
-    local_targets = learner.own_targets(targets, run.world)  # (p, G + S) of (P, G + S)
+    local_targets = learner.local_targets(targets, run.world)  # (p, G + S) of (P, G + S)
     all_metrics = []  # of each update
     all_applied = True
     for i in range(c["num_iterations"]):
@@ -706,7 +709,7 @@ def show_rollouts(run: Run, collected) -> None:
         with needs_folder(run):
             log_rollouts(run.folder, collected, run.inputs.reward_functions, run.step)
     if run.step in (1, c["max_steps"]):
-        rewards = collected.own_rewards[:, :G]  # without InfoSeed's
+        rewards = collected.local_rewards[:, :G]  # without InfoSeed's
         run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, rewards))
 
 
@@ -725,7 +728,7 @@ def stop_after_skipped_updates(run: Run) -> None:
             f"metrics.jsonl), and the update was not applied"
         )
     if run.skipped_steps >= MAX_SKIPPED_STEPS:
-        save_now(run)  # some updates of these steps may have been applied
+        save_now(run)  # with num_iterations > 1 other updates of these steps were applied
         raise RunStopped(
             f"{run.skipped_steps} steps in a row had a non-finite loss or gradient, which was not "
             f"applied; lower learning_rate={run.config['learning_rate']}, look into metrics.jsonl "
@@ -769,7 +772,7 @@ def train(run: Run) -> None:
     """The nine steps of the README, over and over."""
     c, timer = run.config, run.timer
     G = c["num_generations"]
-    # with rollout_ahead the sampler's weights are a step older, so its log-probs may differ
+    # -1, off: with rollout_ahead the sampler's weights are a step older, so log-probs may differ
     limit = -1 if c["rollout_ahead"] else c["max_logp_difference"]
     prove_sync(run)
     catch_up(run)
@@ -778,7 +781,7 @@ def train(run: Run) -> None:
     timer.take()  # set-up and evaluation do not count as part of the first step
     while run.step < c["max_steps"] and not run.stopping:
         # 1. P prompts, 2. G completions of each by the policy as it is (with rollout_ahead as it
-        # was a step ago), 3. their rewards (P, G + S): S more are asked with an InfoSeed seed
+        # was a step ago), and with InfoSeed S more, 3. the rewards of all of them (P, G + S)
         try:
             with enough_memory("rollout", c):
                 collected = run.experience.collect(run.step, timer)
@@ -786,7 +789,7 @@ def train(run: Run) -> None:
             save_now(run)
             raise
         with timer("deal"):
-            # moves groups between ranks, so that their work is about equal
+            # groups move between ranks, so that all ranks have about equal work
             collected = deal(collected, run.world, c)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G + S)
@@ -795,11 +798,13 @@ def train(run: Run) -> None:
             move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))
             batch = rollout.to_batch(collected.rollouts, run.world.device)
-            # InfoSeed's rows; seeds.rewards (P, G + S): the step's, and what those rows earn
+            # InfoSeed: seeds.rewards (P, G + S) are collected.rewards, plus what the S rows earn by
+            # showing their seed. If it is off, S = 0 and the two are the same
             seeds = infoseed.Seeds(run.engine, collected, c, run.world.device)
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
+            # the only key of the targets that may follow a schedule
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
@@ -808,8 +813,9 @@ def train(run: Run) -> None:
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
             metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
-            # 7. sampler against trainer: weights that did not arrive stop the run. After 6, because
-            # the trainer's log-probs are those of the update's own forward
+            # 7. sampler against trainer: weights that did not arrive stop the run. Only after 6,
+            # because the trainer's log-probs are by-products of the forwards in 5. Without the S
+            # rows, which may be trained under another prompt than they were sampled with
             unseeded = rollout.take(batch, collected.unseeded_indices)
             # the log-probs of a skipped update may be NaN, which says nothing about the sampler
             metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)
@@ -823,7 +829,7 @@ def train(run: Run) -> None:
         with timer("rollout"):
             run.sampler.wait()  # rollout_ahead: old weights may still be sampling the next batch
         with timer("sync"):
-            # before anything is written into it, such as weights for servers
+            # before the sync, which may write weights for servers into the run's folder
             stop_if_folder_is_gone(run)
             sync_weights(run)
 
@@ -836,7 +842,7 @@ def train(run: Run) -> None:
         metrics |= timer.take(tokens=counts["tokens"])
         log_step(run, metrics, bar)
         show_rollouts(run, collected)
-        for warning in run.symptoms.look(run.step, collected, metrics, tau, beta):
+        for warning in run.symptoms.warnings(run.step, collected, metrics, tau, beta):
             run.say(warning)
         stop_after_skipped_updates(run)
         evaluate_and_save(run)

@@ -204,9 +204,9 @@ class Pool:
             self.waiting.extend(new)
             self.attend(0)
 
-    def answers(self, jobs: dict, most_timeouts: float = math.inf) -> dict:
+    def answers(self, jobs: dict, max_timeouts: float = math.inf) -> dict:
         """{key: answer} of these jobs; an answer is a number, a text, None or a Failure. Waits for
-        them, but gives up the rest once more than `most_timeouts` of them have timed out, or after
+        them, but gives up the rest once more than `max_timeouts` of them have timed out, or after
         WAIT_SECONDS. The pool then forgets all jobs so far, unless some are still under way."""
         self.ask(jobs)
         end = self.clock() + WAIT_SECONDS
@@ -214,7 +214,7 @@ class Pool:
             with self.lock:
                 self.attend(0.1)
                 late = sum(key in jobs for key in self.late)
-                if late > most_timeouts:
+                if late > max_timeouts:
                     self.give_up(jobs, f"{late} others gave no answer in {self.timeout:g} s")
                 elif self.clock() > end:
                     self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")

@@ -62,7 +62,7 @@ def batch_of(vocabulary: int, tokens: int, groups: int, G: int, device) -> dict:
     lengths = torch.linspace(longest / 2, longest, rows).long().clamp(min=1)
     lengths = lengths[torch.randperm(rows, generator=generator)]  # (N,), in no order
     # from 3 on: the first ids may be special tokens
-    ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)  # (N, S)
+    ids = torch.randint(3, vocabulary, (rows, PROMPT + longest), generator=generator)  # (N, W)
     ids[:, :PROMPT] = ids[::G, :PROMPT].repeat_interleave(G, 0)  # one prompt per group
     batch = {
         "ids": ids,

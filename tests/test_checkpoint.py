@@ -285,7 +285,7 @@ def test_a_run_that_goes_on_from_an_abandoned_branch_takes_the_folder_over_from_
     save(tmp_path, 2, FakeEngine(tiny_model_dir))
     (tmp_path / "wandb_id").write_text("of the other branch")
     c = CONFIG | {"output_dir": str(tmp_path), "resume_from_checkpoint": str(kept)}
-    said = checkpoint.take_over(c, 2, ParameterCounts(10, 10))
+    said = checkpoint.prepare_folder(c, 2, ParameterCounts(10, 10))
     assert "step_000002 is now" in said
     assert f"step_000002.abandoned, now {path} again" in said
     # the other branch's is out of sight

@@ -43,7 +43,7 @@ class Watched:
         collected = SimpleNamespace(rewards=rewards, right=right)
         for _ in range(count):
             self.step += 1
-            self.said += self.symptoms.look(self.step, collected, metrics, self.tau, self.beta)
+            self.said += self.symptoms.warnings(self.step, collected, metrics, self.tau, self.beta)
 
 
 def test_rewards_that_are_equal_step_after_step_are_spoken_of_once():

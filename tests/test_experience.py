@@ -440,13 +440,13 @@ def test_failed_rewards_are_written_down_by_every_rank_and_stop_all_of_them_over
 def test_a_step_says_how_many_timeouts_it_can_bear(monkeypatch):
     """More than a quarter of its 8 x 4 completions end it, whichever rank has them."""
     asked = []
-    answers_to = scoring.answers_to
+    run_jobs = scoring.run_jobs
 
-    def ask(jobs: dict, c: dict, most_timeouts: float) -> dict:
-        asked.append(most_timeouts)
-        return answers_to(jobs, c)
+    def ask(jobs: dict, c: dict, max_timeouts: float) -> dict:
+        asked.append(max_timeouts)
+        return run_jobs(jobs, c)
 
-    monkeypatch.setattr(scoring, "answers_to", ask)
+    monkeypatch.setattr(scoring, "run_jobs", ask)
     collect(config("--max_reward_failures=0.25"), world=2)
     assert asked == [P * G / 4] * 2
 

@@ -449,7 +449,7 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
     with pytest.raises(RunStopped, match="gone' is gone or another folder now"):
         empty = torch.zeros(2, 4, 0)
         collected = SimpleNamespace(
-            rank=1, own_rewards=torch.zeros(2, 4), rewards_per_func=empty, right=empty
+            rank=1, local_rewards=torch.zeros(2, 4), rewards_per_func=empty, right=empty
         )
         train.show_rollouts(run, collected)
 

@@ -52,7 +52,7 @@ DIFFERENTIABLE = [
 def test_the_cases_cover_every_objective_and_choice():
     # one that is its advantages alone may do without: a slow loop would be the same line again
     for name, objective in checks.OBJECTIVES.items():
-        covered = name in TABLE or objective.has_own_advantages
+        covered = name in TABLE or objective.has_custom_advantages
         assert covered, f"{name} needs a line in helpers/slow_loss.py:TABLE"
     assert set(TABLE) <= set(OBJECTIVES)
     for key in CHOICES:

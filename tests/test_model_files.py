@@ -185,9 +185,9 @@ def test_a_model_that_vllm_runs_by_transformers_class_is_refused(changed):
     settings = SimpleNamespace(using_transformers_backend=lambda: changed)
     engine.llm = SimpleNamespace(model_config=settings)
     if not changed:
-        rollout.check_own_class(engine, {"model": "some/model"})
+        rollout.check_class_unchanged(engine, {"model": "some/model"})
         return
-    message = refusal(rollout.check_own_class, engine, {"model": "some/model"})
+    message = refusal(rollout.check_class_unchanged, engine, {"model": "some/model"})
     check_words(message, "some/model", "rollout_engine='hf'")
 
 

@@ -216,7 +216,7 @@ def test_a_step_that_is_lost_to_timeouts_is_not_waited_for_and_an_evaluation_is(
     rows = [row_of("own") for _ in range(8)]
     rollouts = rollouts_of(["sleep", "1"] * 8)
     functions = functions_for(c, rows)
-    most = scoring.most_timeouts_of_step(rows, functions, c)
+    most = scoring.max_timeouts_of_step(rows, functions, c)
     values, failed = scoring.measure(rollouts, rows, functions, c, most)
     assert [record["kind"] for record in failed] == ["timeout"] * len(failed)
     assert sum(record["reason"].startswith("no answer in 0.2 s") for record in failed) == 3
@@ -225,7 +225,7 @@ def test_a_step_that_is_lost_to_timeouts_is_not_waited_for_and_an_evaluation_is(
         scoring.check_failures(metrics, 16, 0.125)
 
     asked = []
-    monkeypatch.setattr(scoring, "answers_to", lambda jobs, c, most: asked.append(most) or {})
+    monkeypatch.setattr(scoring, "run_jobs", lambda jobs, c, most: asked.append(most) or {})
     monkeypatch.setattr(scoring.rollout, "generate", lambda *_: [])
     scoring.sample_and_measure(scoring.Exam(None, None, [], rows, []), [], 2, None, c)
     assert asked == [math.inf]
@@ -236,11 +236,11 @@ def test_a_step_is_lost_when_more_completions_than_allowed_can_only_have_failed(
     rows = [row_of("own"), row_of("countdown", TEN)]
     functions = [function("a"), function("b", task="countdown")]
     c = config("a:a", prompts_per_step=8, num_generations=4, max_reward_failures=0.25)
-    assert scoring.most_timeouts_of_step(rows[:1], functions, c) == 8
-    assert scoring.most_timeouts_of_step(rows, functions, c) == 16
-    assert scoring.most_timeouts_of_step([], functions, c) == 0
+    assert scoring.max_timeouts_of_step(rows[:1], functions, c) == 8
+    assert scoring.max_timeouts_of_step(rows, functions, c) == 16
+    assert scoring.max_timeouts_of_step([], functions, c) == 0
     never = c | {"max_reward_failures": 1.0}
-    assert scoring.most_timeouts_of_step(rows, functions, never) == math.inf
+    assert scoring.max_timeouts_of_step(rows, functions, never) == math.inf
 
 
 def test_a_completion_on_which_three_functions_fail_is_one_failure():

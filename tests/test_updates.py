@@ -37,7 +37,7 @@ def test_each_update_has_the_steered_beta_and_the_rate_of_its_step(monkeypatch, 
         return {}
 
     monkeypatch.setattr(learner, "accumulate_gradients", accumulate)
-    monkeypatch.setattr(learner, "own_targets", lambda targets, world: targets)
+    monkeypatch.setattr(learner, "local_targets", lambda targets, world: targets)
     seeds = SimpleNamespace(accumulate_gradients=accumulate_for_seeds)
     # half of the warm-up is over
     run = SimpleNamespace(

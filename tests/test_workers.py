@@ -205,7 +205,7 @@ def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder
     jobs = sleeps(pool)
     pool.ask(jobs)
     pool.ask({"next step": job("hostile:act", "5")})
-    reasons = [answer.reason for answer in pool.answers(jobs, most_timeouts=2).values()]
+    reasons = [answer.reason for answer in pool.answers(jobs, max_timeouts=2).values()]
     assert reasons[:3] == ["no answer in 0.2 s (reward_timeout)"] * 3
     assert reasons[3:] == ["given up: 3 others gave no answer in 0.2 s"] * 47
     assert pool.answers({"next step": None}) == {"next step": 5}
@@ -246,7 +246,7 @@ def test_timeouts_of_other_jobs_give_nothing_up(reward_folder):
     pool.clock = Clock(pool, lambda text: text == "sleep")
     pool.ask({"next step": job("hostile:act", "sleep")})
     assert come_true(lambda: pool.attend(0.05) or pool.late == {"next step"})
-    found = pool.answers({"this step": job("hostile:act", "nap 1")}, most_timeouts=0)
+    found = pool.answers({"this step": job("hostile:act", "nap 1")}, max_timeouts=0)
     assert found == {"this step": 1.0}
     pool.close()
 

@@ -17,8 +17,8 @@ from journal import Timer
 from learner import (
     accumulate_gradients,
     group_targets,
+    local_targets,
     measure_groups,
-    own_targets,
     step_counts,
 )
 from policy import named_weights
@@ -148,7 +148,7 @@ def poisoned_update(run, batch: dict, targets, norm: dict) -> dict:
     c = run.config
     engine = run.engine
     before = weights_of(engine, c)
-    mine = own_targets(targets, run.world)
+    mine = local_targets(targets, run.world)
     if run.world.rank == run.world.size - 1:
         for key in ("weights", "advantages"):
             if getattr(mine, key) is not None:
