@@ -127,6 +127,134 @@ def in_prompt_order(groups: dict[int, list[dict]]) -> list[dict]:
     return [r for i in sorted(groups) for r in groups[i]]
 
 
+# --- from prompts to rollouts with text
+
+
+def prompt_seed(*parts) -> int:
+    """A 62-bit seed from (seed, step, prompt index, ...), the same in every process and every
+    version of Python. vLLM samples completion i of a prompt with seed + i; HfEngine seeds once per
+    prompt."""
+    return random.Random("/".join(map(str, parts))).getrandbits(62)
+
+
+def with_text(tokenizer, sampling: Sampling, group_done=None):
+    """A callback that adds "text" to a group of rollouts, then passes the group on to `group_done`.
+    The text leaves out special tokens and the end of the turn. Other stop tokens stay, such as
+    </answer>, because a reward may look for them."""
+    token, _ = closing_token(tokenizer)
+    # not every tokenizer marks the end of the turn as special
+    ends = [token] if token in sampling.stop_token_ids else []
+
+    def answer_of(ids: list[int]) -> list[int]:
+        return ids[:-1] if ids[-1:] == ends else ids
+
+    def done(i: int, group: list[dict]) -> None:
+        completions_ids = [answer_of(r["completion_ids"]) for r in group]
+        texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
+        for r, text in zip(group, texts):
+            r["text"] = text
+        if group_done:
+            group_done(i, group)
+
+    return done
+
+
+def generate(
+    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
+) -> list[dict]:
+    """len(prompts_ids) * n rollouts, prompt-major, with the "text" of with_text(). RuntimeError if
+    there are fewer or more, if one is empty, or if one lacks a log-prob, which padding would turn
+    into 0. RunStopped if a log-prob is not finite.
+
+    group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
+    still samples others."""
+    rollouts = sampler.generate(
+        prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done)
+    )
+    # in the tensors made from these, only a row's position tells which prompt it belongs to
+    if len(rollouts) != n * len(prompts_ids):
+        raise RuntimeError(
+            f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
+            f"prompts x {n}"
+        )
+    for r in rollouts:
+        tokens = len(r["completion_ids"])
+        logps = len(r["logprobs"])
+        if tokens == 0 or tokens != logps:
+            raise RuntimeError(
+                f"the rollout engine returned a completion of {tokens} tokens with {logps} "
+                f"log-probs"
+            )
+        if not math.isfinite(sum(r["logprobs"])):
+            raise RunStopped(
+                "the rollout engine returned log-probs that are not finite: its logits do not fit "
+                "into its dtype, or the model's weights hold NaN or infinity: in a run, lower "
+                "learning_rate and go on from an earlier checkpoint"
+            )
+    return rollouts
+
+
+def begin(
+    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
+) -> None:
+    """Starts a generate() in the background. The engine keeps the rollouts until generate() is
+    called with the same arguments."""
+    sampler.begin(prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done))
+
+
+def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
+    """The rollouts, prompt-major, as one list for each of the prompts."""
+    n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
+    return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
+
+
+# --- from rollouts to tensors
+
+
+def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
+    """(n, longest), zeros on the right. The zeros are never read: masks come from lengths."""
+    rows = [torch.tensor(values, dtype=dtype) for values in lists]
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def to_batch(rollouts: list[dict], device) -> dict:
+    """Tensors of N rows: ids (N, W), prompt and completion, right-padded; prompt_lengths and
+    lengths (those of completions, EOS included) (N,); sampler_logps (N, T), where column 0 is the
+    completion's first token. Padding on the right needs no attention mask: attention is causal, so
+    no real token sees it."""
+    ids = []
+    logps = []
+    prompt_lengths = []
+    lengths = []
+    for r in rollouts:
+        ids.append(r["prompt_ids"] + r["completion_ids"])
+        logps.append(r["logprobs"])
+        prompt_lengths.append(len(r["prompt_ids"]))
+        lengths.append(len(r["completion_ids"]))
+    return {
+        "ids": pad(ids, torch.long).to(device),  # (N, W)
+        "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
+        "lengths": torch.tensor(lengths).to(device),  # (N,)
+        "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
+    }
+
+
+def take(batch: dict, rows: torch.Tensor) -> dict:
+    """The given rows of a batch, cut to the longest sequence and completion among them. What is as
+    wide as the sampler's log-probs, (N, T) or (N, T, ...), is taken to be per completion token,
+    whatever its name, so that a tensor of a user's own is cut too."""
+    part = {key: values[rows] for key, values in batch.items()}
+    longest = int((part["prompt_lengths"] + part["lengths"]).max())
+    longest_completion = int(part["lengths"].max())
+    width = batch["sampler_logps"].shape[1]  # T
+    for key, values in part.items():
+        if key == "ids":  # (N, W): wider, as a prompt has a token at least
+            part[key] = values[:, :longest]
+        elif values.dim() > 1 and values.shape[1] == width:
+            part[key] = values[:, :longest_completion]
+    return part
+
+
 # --- vLLM in this process
 
 
@@ -708,134 +836,6 @@ def start_sampler(c: dict, device: torch.device):
         lm = AutoModelForCausalLM.from_pretrained(c["model"], dtype=dtype_of(c))
         sampler.sync(named_weights(lm.to(device), 0))
     return sampler
-
-
-# --- from prompts to rollouts with text
-
-
-def prompt_seed(*parts) -> int:
-    """A 62-bit seed from (seed, step, prompt index, ...), the same in every process and every
-    version of Python. vLLM samples completion i of a prompt with seed + i; HfEngine seeds once per
-    prompt."""
-    return random.Random("/".join(map(str, parts))).getrandbits(62)
-
-
-def with_text(tokenizer, sampling: Sampling, group_done=None):
-    """A callback that adds "text" to a group of rollouts, then passes the group on to `group_done`.
-    The text leaves out special tokens and the end of the turn. Other stop tokens stay, such as
-    </answer>, because a reward may look for them."""
-    token, _ = closing_token(tokenizer)
-    # not every tokenizer marks the end of the turn as special
-    ends = [token] if token in sampling.stop_token_ids else []
-
-    def answer_of(ids: list[int]) -> list[int]:
-        return ids[:-1] if ids[-1:] == ends else ids
-
-    def done(i: int, group: list[dict]) -> None:
-        completions_ids = [answer_of(r["completion_ids"]) for r in group]
-        texts = tokenizer.batch_decode(completions_ids, skip_special_tokens=True)
-        for r, text in zip(group, texts):
-            r["text"] = text
-        if group_done:
-            group_done(i, group)
-
-    return done
-
-
-def generate(
-    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
-) -> list[dict]:
-    """len(prompts_ids) * n rollouts, prompt-major, with the "text" of with_text(). RuntimeError if
-    there are fewer or more, if one is empty, or if one lacks a log-prob, which padding would turn
-    into 0. RunStopped if a log-prob is not finite.
-
-    group_done(i, rollouts of prompt i) is called as soon as these are complete, while the engine
-    still samples others."""
-    rollouts = sampler.generate(
-        prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done)
-    )
-    # in the tensors made from these, only a row's position tells which prompt it belongs to
-    if len(rollouts) != n * len(prompts_ids):
-        raise RuntimeError(
-            f"the rollout engine returned {len(rollouts)} completions for {len(prompts_ids)} "
-            f"prompts x {n}"
-        )
-    for r in rollouts:
-        tokens = len(r["completion_ids"])
-        logps = len(r["logprobs"])
-        if tokens == 0 or tokens != logps:
-            raise RuntimeError(
-                f"the rollout engine returned a completion of {tokens} tokens with {logps} "
-                f"log-probs"
-            )
-        if not math.isfinite(sum(r["logprobs"])):
-            raise RunStopped(
-                "the rollout engine returned log-probs that are not finite: its logits do not fit "
-                "into its dtype, or the model's weights hold NaN or infinity: in a run, lower "
-                "learning_rate and go on from an earlier checkpoint"
-            )
-    return rollouts
-
-
-def begin(
-    sampler, tokenizer, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done
-) -> None:
-    """Starts a generate() in the background. The engine keeps the rollouts until generate() is
-    called with the same arguments."""
-    sampler.begin(prompts_ids, n, sampling, with_text(tokenizer, sampling, group_done))
-
-
-def groups_of(rollouts: list[dict], prompts: int) -> list[list[dict]]:
-    """The rollouts, prompt-major, as one list for each of the prompts."""
-    n = len(rollouts) // max(1, prompts)  # a rank may have no prompts
-    return [rollouts[i * n : (i + 1) * n] for i in range(prompts)]
-
-
-# --- from rollouts to tensors
-
-
-def pad(lists: list, dtype: torch.dtype) -> torch.Tensor:
-    """(n, longest), zeros on the right. The zeros are never read: masks come from lengths."""
-    rows = [torch.tensor(values, dtype=dtype) for values in lists]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def to_batch(rollouts: list[dict], device) -> dict:
-    """Tensors of N rows: ids (N, W), prompt and completion, right-padded; prompt_lengths and
-    lengths (those of completions, EOS included) (N,); sampler_logps (N, T), where column 0 is the
-    completion's first token. Padding on the right needs no attention mask: attention is causal, so
-    no real token sees it."""
-    ids = []
-    logps = []
-    prompt_lengths = []
-    lengths = []
-    for r in rollouts:
-        ids.append(r["prompt_ids"] + r["completion_ids"])
-        logps.append(r["logprobs"])
-        prompt_lengths.append(len(r["prompt_ids"]))
-        lengths.append(len(r["completion_ids"]))
-    return {
-        "ids": pad(ids, torch.long).to(device),  # (N, W)
-        "prompt_lengths": torch.tensor(prompt_lengths).to(device),  # (N,)
-        "lengths": torch.tensor(lengths).to(device),  # (N,)
-        "sampler_logps": pad(logps, torch.float32).to(device),  # (N, T)
-    }
-
-
-def take(batch: dict, rows: torch.Tensor) -> dict:
-    """The given rows of a batch, cut to the longest sequence and completion among them. What is as
-    wide as the sampler's log-probs, (N, T) or (N, T, ...), is taken to be per completion token,
-    whatever its name, so that a tensor of a user's own is cut too."""
-    part = {key: values[rows] for key, values in batch.items()}
-    longest = int((part["prompt_lengths"] + part["lengths"]).max())
-    longest_completion = int(part["lengths"].max())
-    width = batch["sampler_logps"].shape[1]  # T
-    for key, values in part.items():
-        if key == "ids":  # (N, W): wider, as a prompt has a token at least
-            part[key] = values[:, :longest]
-        elif values.dim() > 1 and values.shape[1] == width:
-            part[key] = values[:, :longest_completion]
-    return part
 
 
 # --- metrics and logs of rollouts
