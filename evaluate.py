@@ -29,6 +29,7 @@ import shlex
 import subprocess
 from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import rewards
 import rollout
@@ -55,7 +56,31 @@ OF_TORCHRUN = {
 }
 
 
-def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
+class Exam(NamedTuple):
+    """What this file and generate.py need: a sampler, the problems, and what scores answers."""
+
+    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
+    tokenizer: object
+    stop_ids: list[int]  # the tokens that end a completion
+    rows: list[dict]  # the problems of all ranks
+    # from the rows of all ranks: under "auto" every rank must have the same functions
+    functions: list[scoring.RewardFunction]
+
+
+def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) -> tuple:
+    """(n rollouts of each of these rows of the exam, their values (p, n, F), records of failures).
+    Workers score a group while the others are still being sampled."""
+
+    def group_done(i: int, group: list[dict]) -> None:
+        scoring.begin(group, rows[i], exam.functions, c)
+
+    prompts = [row["prompt_ids"] for row in rows]
+    rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, n, sampling, group_done)
+    values, failed = scoring.measure(rollouts, rows, exam.functions, c)
+    return rollouts, values, failed
+
+
+def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[dict]:
     """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
     problem; distinct and num_modes are None if the task has no modes. Sampling seeds depend only on
     the problem's place and `seed`, so that evaluations of different models are paired. All ranks
@@ -70,7 +95,7 @@ def evaluate_problems(exam: scoring.Exam, c: dict, world: World, seed: int = 0) 
         # i is the place among all rows, so seeds don't depend on the number of ranks
         seeds=[rollout.prompt_seed("eval", seed, i) for i in places],
     )
-    rollouts, values, _ = scoring.sample_and_measure(exam, rows, k, sampling, c)  # values (p, k, F)
+    rollouts, values, _ = sample_and_measure(exam, rows, k, sampling, c)  # values (p, k, F)
     failures = values.isinf().any(-1).sum(1).tolist()  # (p,)
     right = scoring.correct(values, exam.functions)  # (p, k) bool
     right_modes = scoring.correct_modes(rollouts, rows, right, c)
@@ -112,9 +137,7 @@ def summarize(records: list[dict], k: int) -> dict:
 def evaluate(sampler, inputs, c: dict, world: World) -> list[dict]:
     """evaluate_problems() of all held-out rows of a run. inputs: preflight.Inputs."""
     rows = inputs.eval_rows
-    exam = scoring.Exam(
-        sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding_functions(rows, c)
-    )
+    exam = Exam(sampler, inputs.tokenizer, inputs.stop_ids, rows, deciding_functions(rows, c))
     return evaluate_problems(exam, c, world)
 
 
@@ -280,7 +303,7 @@ def main(c: dict, own: dict = FLAGS["evaluate"]) -> None:
     if warning := leakage_warning(rows, c["model"]):
         say_on_rank_0(warning)
     sampler = rollout.start_sampler(c, world.device)
-    exam = scoring.Exam(sampler, files.tokenizer, files.stop_ids, rows, deciding_functions(rows, c))
+    exam = Exam(sampler, files.tokenizer, files.stop_ids, rows, deciding_functions(rows, c))
     records = []
     for seed in range(own["seeds"]):
         records += evaluate_problems(exam, c, world, seed)

@@ -30,6 +30,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import data
+import evaluate
 import rewards
 import rollout
 import scoring
@@ -162,7 +163,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, functions: list) -> 
     return lines
 
 
-def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[str]]:
+def batch_lines(exam: evaluate.Exam, places: range, c: dict) -> dict[int, list[str]]:
     """{place: lines} of this rank's prompts in a batch; a place is an index into the exam's
     rows."""
     rows = [exam.rows[i] for i in places]  # p
@@ -175,7 +176,7 @@ def batch_lines(exam: scoring.Exam, places: range, c: dict) -> dict[int, list[st
         seeds=[rollout.prompt_seed("generate", c["seed"], i) for i in places],
     )
     # values (p, G, F)
-    rollouts, values, failed = scoring.sample_and_measure(exam, rows, G, sampling, c)
+    rollouts, values, failed = evaluate.sample_and_measure(exam, rows, G, sampling, c)
     if failed:
         print_above_bar(
             f"warning: {len(failed)} reward(s) failed and are null in the file; the first: "
@@ -225,7 +226,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     (done,) = shared  # may exceed len(rows): --max_prompts may have been larger before
     # a complete file needs no engine
     sampler = rollout.start_sampler(c, world.device) if done < len(rows) else None
-    exam = scoring.Exam(sampler, files.tokenizer, files.stop_ids, rows, functions)
+    exam = evaluate.Exam(sampler, files.tokenizer, files.stop_ids, rows, functions)
     P = c["prompts_per_step"]
     bar = progress(
         total=len(rows), initial=min(done, len(rows)), disable=world.rank > 0, unit="prompt"

@@ -166,30 +166,6 @@ def max_timeouts_of_step(rows: list[dict], functions: list[RewardFunction], c: d
     return c["max_reward_failures"] * completions * jobs
 
 
-class Exam(NamedTuple):
-    """What evaluate.py and generate.py need: a sampler, the problems, and what scores answers."""
-
-    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
-    tokenizer: object
-    stop_ids: list[int]  # the tokens that end a completion
-    rows: list[dict]  # the problems of all ranks
-    # from the rows of all ranks: under "auto" every rank must have the same functions
-    functions: list[RewardFunction]
-
-
-def sample_and_measure(exam: Exam, rows: list[dict], n: int, sampling, c: dict) -> tuple:
-    """(n rollouts of each of these rows of the exam, their values (p, n, F), records of failures).
-    Workers score a group while the others are still being sampled."""
-
-    def group_done(i: int, group: list[dict]) -> None:
-        begin(group, rows[i], exam.functions, c)
-
-    prompts = [row["prompt_ids"] for row in rows]
-    rollouts = rollout.generate(exam.sampler, exam.tokenizer, prompts, n, sampling, group_done)
-    values, failed = measure(rollouts, rows, exam.functions, c)
-    return rollouts, values, failed
-
-
 def as_reward(result) -> float | Failure:
     """A job's result as a reward: a number or a Failure. A text or None becomes a Failure."""
     if isinstance(result, (int, float, Failure)):

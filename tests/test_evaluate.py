@@ -28,7 +28,7 @@ def evaluated(rank: int, size: int, gather, monkeypatch, seed: int = 0) -> tuple
     """(what this rank returns, the calls of its engine). gather: stands in for the collective."""
     engine = FakeEngine()
     monkeypatch.setattr(evaluate, "gather_objects", gather)
-    exam = scoring.Exam(engine, TOKENIZER, [0], ROWS, [FAKE_REWARD])
+    exam = evaluate.Exam(engine, TOKENIZER, [0], ROWS, [FAKE_REWARD])
     world = World(rank, size, torch.device("cpu"))
     return evaluate.evaluate_problems(exam, load_config(FLAGS), world, seed), engine.calls
 

@@ -20,6 +20,7 @@ from servers import environment
 
 import checks
 import common
+import evaluate
 import generate
 import journal
 import rollout
@@ -77,9 +78,9 @@ def test_a_temperature_that_changes_is_the_one_at_the_end_of_training(monkeypatc
         asked.append(sampling.temperature)
         return [], torch.zeros(0, n, 1), []
 
-    monkeypatch.setattr(scoring, "sample_and_measure", sample)
+    monkeypatch.setattr(evaluate, "sample_and_measure", sample)
     functions = [RewardFunction("a", 1.0, None, True, "m:f")]
-    exam = scoring.Exam(None, None, [0], [], functions)
+    exam = evaluate.Exam(None, None, [0], [], functions)
     c = load_config(["--temperature={0: 1.0, 10: 0.5}", "--max_steps=10"])
     assert generate.batch_lines(exam, range(0), c) == {}
     assert asked == [0.5]
@@ -87,7 +88,7 @@ def test_a_temperature_that_changes_is_the_one_at_the_end_of_training(monkeypatc
 
 def test_what_is_drawn_for_a_prompt_depends_on_its_place_in_the_data_and_on_the_seed():
     engine = FakeEngine()
-    exam = scoring.Exam(engine, TOKENIZER, [0], rows_of(*["same"] * 5), [FAKE_REWARD])
+    exam = evaluate.Exam(engine, TOKENIZER, [0], rows_of(*["same"] * 5), [FAKE_REWARD])
     c = load_config(["--seed=7", "--reward_workers=0"])
     assert list(generate.batch_lines(exam, range(1, 5, 2), c)) == [1, 3]
     assert engine.calls[0]["prompts_ids"] == [exam.rows[i]["prompt_ids"] for i in (1, 3)]

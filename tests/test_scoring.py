@@ -21,6 +21,7 @@ from reward_tools import (
     row_of,
 )
 
+import evaluate
 import rewards
 import scoring
 import tasks
@@ -227,7 +228,7 @@ def test_a_step_that_is_lost_to_timeouts_is_not_waited_for_and_an_evaluation_is(
     asked = []
     monkeypatch.setattr(scoring, "run_jobs", lambda jobs, c, most: asked.append(most) or {})
     monkeypatch.setattr(scoring.rollout, "generate", lambda *_: [])
-    scoring.sample_and_measure(scoring.Exam(None, None, [], rows, []), [], 2, None, c)
+    evaluate.sample_and_measure(evaluate.Exam(None, None, [], rows, []), [], 2, None, c)
     assert asked == [math.inf]
 
 
