@@ -223,9 +223,11 @@ def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torc
             f"reward/{function.name}/timeouts": int((scores == TIMEOUT).sum()),
             f"reward/{function.name}/errors": int((scores == ERROR).sum()),
         }
-    weights = torch.tensor([function.weight for function in functions])  # (F,)
-    rewards = (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1)  # (P, G)
-    return rewards, metrics
+    # in float64: in float32 .3 + .6 is not .9, and rows that earn the same by different functions
+    # would make their group an unequal one, which maxent and flow count
+    weights = torch.tensor([function.weight for function in functions], dtype=torch.float64)  # (F,)
+    rewards = (values.nan_to_num(0.0, 0.0, 0.0).double() * weights).sum(-1)  # (P, G)
+    return rewards.float(), metrics
 
 
 # --- failures

@@ -102,7 +102,7 @@ def test_lengths_are_counted_in_tokens_of_the_completion_and_come_from_the_confi
     )
     rollouts = [{"text": "same", "completion_ids": [0] * n} for n in (0, 5, 6, 10)]
     scores, metrics = rewards.score(rollouts, [row_of("math", "1")], c)
-    assert scores.tolist() == [pytest.approx([0.0, 0.5, 0.6 - 0.6, 1.0 - 3.0])]
+    assert scores.tolist() == [pytest.approx([0.0, 0.5, 0.6 - 0.6, 1.0 - 3.0], abs=1e-6)]
     assert metrics["reward/length/mean"] == pytest.approx(-0.525)
     assert metrics["reward/soft_overlong/mean"] == pytest.approx(-0.3)
 
