@@ -1131,8 +1131,9 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings += tau_warnings(c, vocabulary)
     if objective.ratio == "sequence" and c["num_iterations"] > 1 and c["epsilon"] > 0.01:
         warnings.append(
-            f"epsilon={c['epsilon']} never clips under objective={c['objective']!r}, whose ratio "
-            "is a mean over the tokens of a row: its paper has epsilon=3e-4, epsilon_high=4e-4"
+            f"epsilon={c['epsilon']} hardly ever clips long rows under "
+            f"objective={c['objective']!r}, whose ratio is a mean over the tokens of a row: its "
+            "paper has epsilon=3e-4, epsilon_high=4e-4"
         )
     if c["kl_target"] > 0 and not moves_beta(c):
         off = [f"{key}=0" for key in ("kl_horizon", "kl_ctl_step_size") if c[key] == 0]

@@ -1191,6 +1191,10 @@ BONUS = (
     "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
     "where TRL has a mean over tokens"
 )
+AGGREGATION = (
+    "the objective says it: verl's grpo with its default token-mean is --objective=dapo, with "
+    "seq-mean-token-mean it is grpo, with seq-mean-token-sum-norm and unscaled advantages dr_grpo"
+)
 RESAMPLE = (
     "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
     "good"
@@ -1216,6 +1220,7 @@ FOREIGN = {
     "clip_ratio": "epsilon",
     "clip_ratio_low": "epsilon",
     "clip_ratio_high": "epsilon_high",
+    "clip_ratio_c": "delta",  # its dual clip
     # from here on mostly sentences
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
@@ -1232,6 +1237,7 @@ FOREIGN = {
     "save_strategy": "--save_steps=N saves every N steps, 0 at the end only, -1 never",
     "load_best_model_at_end": "the last checkpoint is the model; --save_steps=N keeps others",
     "logging_steps": "every step is logged, in metrics.jsonl",
+    "loss_agg_mode": AGGREGATION,
     "loss_type": "the objective says it: --objective=dr_grpo, grpo, dapo, ...",
     "importance_sampling_level": '--objective=gspo is "sequence", the others are "token"',
     "use_bias_correction_kl": "--kl_loss_type=k2 has the gradient of True (with ratios per token) "
@@ -1295,12 +1301,15 @@ FOREIGN = {
     "actor_rollout_ref.actor.clip_ratio": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
     "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "delta",
+    "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION,
     "actor_rollout_ref.actor.use_kl_loss": KL,
     "actor_rollout_ref.actor.kl_loss_coef": KL,
     "actor_rollout_ref.actor.entropy_coeff": BONUS,
     "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
-    "algorithm.adv_estimator": "the objective says it: --objective=dapo is grpo with the mean over "
-    "tokens, grpo has one per row",
+    "algorithm.adv_estimator": AGGREGATION,
+    "algorithm.norm_adv_by_std_in_grpo": "--scale_rewards=group divides by the standard deviation "
+    "of the group, none by nothing",
     "algorithm.use_kl_in_reward": KL,
     "algorithm.kl_ctrl.kl_coef": KL,
     "algorithm.filter_groups.enable": RESAMPLE,

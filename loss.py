@@ -236,7 +236,8 @@ def semantic_entropy(clusters: Tensor, mean_logps: Tensor) -> Tensor:
 
 def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
     """1 / (1 + alpha / log G * H_sem), (P, 1), G >= 2: the factor by which seed_grpo shrinks the
-    advantages of a group. The more its answers differ, the smaller the factor."""
+    advantages of a group. The more its answers differ, the smaller the factor. The paper leaves
+    the function open (it names linear, exponential and focal ones)."""
     return 1 / (1 + alpha / math.log(G) * entropy[:, None])
 
 

@@ -185,9 +185,10 @@ def failure_record(failure: Failure, function: RewardFunction, row: dict, r: dic
 
 
 def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torch.Tensor, dict]:
-    """Rewards (P, G): the weighted sum of values (P, G, F), where a failed function adds 0. And
-    metrics: "reward/<name>/mean", ".../timeouts" and ".../errors" of each function over the rows
-    that it scores; "reward/failures", the number of completions on which a function failed."""
+    """Rewards (P, G): the weighted sum of values (P, G, F), where a failed function adds 0, rounded
+    to six decimals. And metrics: "reward/<name>/mean", ".../timeouts" and ".../errors" of each
+    function over the rows that it scores; "reward/failures", the number of completions on which a
+    function failed."""
     # any(-1): two failed functions on one completion count once
     metrics = {"reward/failures": int(values.isinf().any(-1).sum())}
     for f, function in enumerate(functions):
@@ -199,9 +200,11 @@ def combine(values: torch.Tensor, functions: list[RewardFunction]) -> tuple[torc
             f"reward/{function.name}/timeouts": int((scores == TIMEOUT).sum()),
             f"reward/{function.name}/errors": int((scores == ERROR).sum()),
         }
-    weights = torch.tensor([function.weight for function in functions])  # (F,)
-    rewards = (values.nan_to_num(0.0, 0.0, 0.0) * weights).sum(-1)  # (P, G)
-    return rewards, metrics
+    # In float32 .3 + .6 is not .9: rows that earn the same by different functions would make their
+    # group an unequal one, which maxent and flow count. Six decimals are what float32 has near 1.
+    weights = torch.tensor([function.weight for function in functions], dtype=torch.float64)  # (F,)
+    rewards = (values.nan_to_num(0.0, 0.0, 0.0).double() * weights).sum(-1)  # (P, G)
+    return rewards.round(decimals=6).float(), metrics
 
 
 # --- failures

@@ -10,8 +10,9 @@ loss -> DeepSpeed -> controllers. The function `train` below is that step: read 
 
 Where this departs from the papers:
 1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so
-   the split into micro-batches and ranks never changes it. In bfloat16 the split changes the
-   rounding: DeepSpeed adds up the gradients of micro-batches in the model's type.
+   the split into micro-batches and ranks never changes it. So dapo and cispo are means over all
+   tokens of the step; in their papers over those of a group, then over groups. In bfloat16 the
+   split changes the rounding: DeepSpeed adds up the gradients of micro-batches in the model's type.
 2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
    of a clipped surrogate is that of REINFORCE. With more updates, the log-probs computed in the

@@ -63,7 +63,7 @@ objective = "maxent"  # a name in checks.OBJECTIVES
 scale_rewards = ""  # divisor of advantages: "group", "batch", "mean", "none"; "": the objective's
 num_iterations = 1  # optimizer updates per batch of rollouts
 epsilon = 0.2  # clips probability ratios below 1 - epsilon; gspo's paper: 3e-4, epsilon_high 4e-4
-epsilon_high = -1.0  # clips them above 1 + epsilon_high; -1 the same as epsilon
+epsilon_high = -1.0  # clips them above 1 + epsilon_high; dapo's paper: 0.28; -1 same as epsilon
 delta = -1.0  # largest ratio at negative advantages (two-sided clip); >= 1 + epsilon_high; -1 off
 cispo_epsilon_max = 5.0  # largest ratio in cispo
 importance_sampling = "token_truncate"  # corrects where sampler and trainer differ; also
@@ -73,7 +73,8 @@ beta = 0.0  # weight of the KL to the reference, at first; a tilt in maxent, flo
 kl_loss_type = "k3"  # estimator of that KL: "k3" (forward KL's gradient), "k2" (reverse KL's)
 policy_entropy_bonus_coef = 0.0  # rewards completions less certain than others in the group; 0 off
 token_entropy_coef = 0.01  # for token_entropy: weight of the policy's entropy, summed as in dr_grpo
-seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ
+seed_grpo_alpha = 1.0  # for seed_grpo: how much advantages shrink when a group's answers differ;
+#                        1 halves them where all answers differ
 unlikeliness_coef = 0.0  # shrinks rewards above 0, those of the group's likeliest rows most; 0 off
 pkpo_k = 4  # (steps) for pkpo: the k of the pass@k that it maximises, at most G
 maxent_tau = -1.0  # temperature of the weights w (maxent, xdr) or goals (flow); "inf"; -1: the

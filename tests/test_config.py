@@ -133,6 +133,8 @@ def test_the_document_for_users_of_verl_knows_what_the_code_does():
         ("--epsilon_low=.1", "epsilon", 0.1),
         ("--clip_ratio_high=.28", "epsilon_high", 0.28),
         ("--actor_rollout_ref.actor.clip_ratio=.1", "epsilon", 0.1),
+        ("--clip_ratio_c=3.0", "delta", 3.0),
+        ("--actor_rollout_ref.actor.clip_ratio_c=3.0", "delta", 3.0),
     ],
 )
 def test_a_clip_of_another_trainer_is_ours(flag, key, value):
@@ -150,6 +152,9 @@ def test_a_clip_of_another_trainer_is_ours(flag, key, value):
         ("--algorithm.kl_ctrl.kl_coef=.1", "under maxent and flow it tilts the weights"),
         ("--actor_rollout_ref.actor.use_kl_loss=True", "--beta is the weight of a KL"),
         ("--actor_rollout_ref.actor.kl_loss_coef=.1", "--beta is the weight of a KL"),
+        ("--algorithm.adv_estimator=grpo", "token-mean is --objective=dapo"),
+        ("--actor_rollout_ref.actor.loss_agg_mode=token-mean", "token-mean is --objective=dapo"),
+        ("--algorithm.norm_adv_by_std_in_grpo=False", "--scale_rewards=group"),
         ("--custom_reward_function.path=a.py", "--reward_funcs=module:function"),
         ("--reward_model.enable=True", "no reward models: a reward is a Python function"),
         ("--report_to=none", "leave it out, or write --report_to= for"),

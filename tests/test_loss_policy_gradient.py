@@ -71,6 +71,27 @@ def test_surrogate_is_ppos_minimum_for_both_signs_with_delta_on_the_unclipped_br
     assert high.item() == (clipped == "above")
 
 
+def test_delta_is_the_dual_clip_of_verl_its_clip_ratio_c():
+    """verl: for A < 0 the loss max(-A * c, -A * clip(c)) is at most -A * clip_ratio_c."""
+    A = torch.tensor([1.5, -0.3, -2.0])
+    limit = 3.0
+
+    def dual_clip(d):
+        c = d.exp()
+        clipped = torch.maximum(-A[:, None] * c, -A[:, None] * c.clamp(1 - LOW, 1 + HIGH))
+        dual = torch.minimum(-A[:, None] * limit, clipped)
+        return -torch.where(A[:, None] < 0, dual, clipped).sum()
+
+    log_ratios = randn(3, 200, scale=1.5)
+    assert (log_ratios[1:] > math.log(limit)).any()
+    theirs, their_grad = value_and_grad(dual_clip, log_ratios)
+    value, grad = value_and_grad(
+        lambda d: loss.clipped_surrogate(d, A, LOW, HIGH, limit)[0].sum(), log_ratios
+    )
+    close(value, theirs)
+    close(grad, their_grad)
+
+
 @pytest.mark.parametrize("low, high", [(LOW, HIGH), (0.0, 0.0)])
 def test_with_old_equal_to_new_the_gradient_is_reinforce(low, high):
     A = torch.tensor([1.5, -0.3, 0.0])

@@ -1,8 +1,10 @@
 """scoring.py: weights, failures, which completions are right and whether they differ."""
 
+import itertools
 import json
 import math
 import os
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from reward_tools import (
 )
 
 import evaluate
+import loss
 import rewards
 import scoring
 import tasks
@@ -81,6 +84,21 @@ def test_combine_is_the_slow_loop(data, P, G, F):
         slow_metrics[name] = pytest.approx(value, nan_ok=True)
     assert metrics == slow_metrics
     torch.testing.assert_close(given_values, torch.tensor(values), equal_nan=True)
+
+
+@pytest.mark.parametrize("weights", [(0.3, 0.6, 0.9), (0.1, 0.7, 0.8), (-0.5, -0.1, 0.05)])
+def test_rows_that_earn_the_same_by_different_functions_make_an_equal_group(weights):
+    """In float32 .3 + .6 is not .9."""
+    functions = [function(f"f{f}", weight, None, f == 0) for f, weight in enumerate(weights)]
+    levels = [0.0, 0.1, 0.2, 0.5, 0.6, 1.0]
+    cells = {}  # exact reward -> the values of functions that earn it
+    for cell in itertools.product(levels, repeat=3):
+        exact = sum(Fraction(str(w)) * Fraction(v) for w, v in zip(weights, cell))
+        cells.setdefault(exact, []).append(cell)
+    assert max(map(len, cells.values())) > 1
+    for group in cells.values():
+        scores, _ = scoring.combine(torch.tensor([group]), functions)
+        assert loss.equal_groups(scores).all()
 
 
 def by_length_and_row(completion, answer, id, **row):
