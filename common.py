@@ -1225,6 +1225,7 @@ FOREIGN = {
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
     "trainer.val_before_train": "--eval_steps=N evaluates the start too",
+    "config": "a config file is named without a flag, as in train.py FILE --key=value",
     "use_liger_kernel": LIGER,
     "use_liger_loss": LIGER,
     "reward_kwargs": "functools.partial in a module of yours fixes a reward's arguments",

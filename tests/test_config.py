@@ -153,6 +153,7 @@ def test_a_clip_of_another_trainer_is_ours(flag, key, value):
         ("--custom_reward_function.path=a.py", "--reward_funcs=module:function"),
         ("--reward_model.enable=True", "no reward models: a reward is a Python function"),
         ("--trainer.val_before_train=True", "--eval_steps=N evaluates the start too"),
+        ("--config=mine.py", "a config file is named without a flag"),
         ("--use_liger_kernel=True", "logits are never kept"),
         ("--report_to=none", "leave it out, or write --report_to= for"),
         ("--scale_rewards=False", "TRL's False is scale_rewards='none' here"),
