@@ -369,6 +369,8 @@ def merge(config: dict, values: dict, source: str) -> dict:
         key, _, entry = path.partition(".")
         if key not in config:
             hint = did_you_mean(name, config) or "; config/default.py lists all keys"
+            if name.startswith(VERL):
+                hint += "; docs/from_trl.md has those names of verl that mean something here"
             raise UserError(f"{source}: unknown key {name!r}{hint}")
         where = f"{source}: {name}"
         if entry:
@@ -1200,6 +1202,8 @@ RESAMPLE = (
     "good"
 )
 REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
+LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
+VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "data.", "trainer.")  # blocks of its config
 # the same for keys of TRL and verl, which no config.json of ours has
 FOREIGN = {
     "lr": "learning_rate",
@@ -1225,6 +1229,10 @@ FOREIGN = {
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
+    "trainer.val_before_train": "--eval_steps=N evaluates the start too",
+    "config": "a config file is named without a flag, as in train.py FILE --key=value",
+    "use_liger_kernel": LIGER,
+    "use_liger_loss": LIGER,
     "reward_kwargs": "functools.partial in a module of yours fixes a reward's arguments",
     "kl_coef": KL,
     "kl_loss_coef": KL,

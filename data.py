@@ -395,7 +395,9 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
             # Features are nested dicts, as rows are
             columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
             raise UserError(
-                f"dataset {name!r} has no column {column!r}; its columns are {', '.join(columns)}"
+                f"dataset {name!r} has no column {column!r}; its columns are "
+                f"{', '.join(columns)}. The source's entries prompt, answer and more name columns "
+                f"(docs/data.md); an eval_dataset with a name inherits none of them"
             )
         wanted.append(whole)
     for column in (*OURS, *also):  # optional

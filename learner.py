@@ -372,6 +372,10 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
     low = high = torch.zeros_like(mask)  # (n, T): nothing is clipped
     if is_policy_gradient(c):
         gain, low, high = surrogate(logps, micro_batch, c)
+        per_token, per_row = logps.shape, (len(logps), 1)
+        if gain.shape not in (per_token, per_row):  # (n, n), say, would be summed where T = 1
+            allowed = f"{tuple(per_token)} or {per_row}"
+            raise ValueError(f"learner.surrogate gives {tuple(gain.shape)}, not {allowed}")
         correction = L.importance_ratio(
             micro_batch["old_logps"],
             micro_batch["sampler_logps"],

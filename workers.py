@@ -621,7 +621,8 @@ def answer(function: str, text: str, arguments: dict):
         number = number_of(value)
         if number is None:
             kind = type(value).__name__
-            hint = " (a list, as for TRL: docs/from_trl.md)" if kind == "list" else ""
+            trainer = {"list": "TRL", "dict": "verl"}.get(kind)
+            hint = f" (a {kind}, as for {trainer}: docs/from_trl.md)" if trainer else ""
             return {"error": f"gave a value of type {kind}, neither a number nor a text{hint}"}
     except (Exception, SystemExit) as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]

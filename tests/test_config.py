@@ -157,6 +157,9 @@ def test_a_clip_of_another_trainer_is_ours(flag, key, value):
         ("--algorithm.norm_adv_by_std_in_grpo=False", "--scale_rewards=group"),
         ("--custom_reward_function.path=a.py", "--reward_funcs=module:function"),
         ("--reward_model.enable=True", "no reward models: a reward is a Python function"),
+        ("--trainer.val_before_train=True", "--eval_steps=N evaluates the start too"),
+        ("--config=mine.py", "a config file is named without a flag"),
+        ("--use_liger_kernel=True", "logits are never kept"),
         ("--report_to=none", "leave it out, or write --report_to= for"),
         ("--scale_rewards=False", "TRL's False is scale_rewards='none' here"),
         ("--scale_rewards=true", "TRL's True is scale_rewards='group' here"),
@@ -173,7 +176,9 @@ def test_a_value_of_another_trainer_is_told_ours_in_a_file_too(tmp_path):
 @pytest.mark.parametrize(
     "flag, hint",
     [
-        ("--actor_rollout_ref.actor.grad_clip=1", "config/default.py lists all keys"),
+        ("--grad_clip_of_mine=1", "config/default.py lists all keys"),
+        ("--actor_rollout_ref.actor.grad_clip=1", "names of verl that mean something here"),
+        ("--data.shuffle=True", "names of verl that mean something here"),
         ("--datset.name=a", "did you mean 'dataset'?"),
         ("--replays.size=3", "did you mean 'replay'?"),
         ("--learning_rat=3", "did you mean 'learning_rate'?"),

@@ -226,7 +226,8 @@ def test_a_dotted_column_that_is_not_there_is_named(tmp_path):
     columns = {name: [content] for name, content in VERL.items()}
     path = parquet(tmp_path, **columns)
     for name in ("reward_model.truth", "ability.truth", "nothing.at.all"):
-        check_words(refusal(load, path, answer=name), f"no column {name!r}", "reward_model")
+        message = refusal(load, path, answer=name)
+        check_words(message, f"no column {name!r}", "reward_model", "prompt, answer and more")
         assert name in refusal(load, path, **ENTRIES | {"more": [name]})
     message = refusal(load, jsonl(tmp_path, VERL), answer="reward_model.truth")
     check_words(message, "none of its 1 rows", "'reward_model.truth'", "reward_model.ground_truth")

@@ -54,6 +54,20 @@ def test_a_ratio_and_a_sum_without_a_formula_do_not_train_another_objective(conf
         loss.token_weights("prompt_mean", torch.ones(3, 2), 3, 6, 2)
 
 
+def test_a_ratio_that_forgets_the_shape_of_advantages_is_not_summed(config, monkeypatch):
+    c = config(Objective())
+
+    def rows_by_rows(log_ratio, advantages, *clips):
+        gain = log_ratio.exp() * advantages  # (n, 1) * (n,): every row with every advantage
+        return gain, gain > 9, gain > 9
+
+    monkeypatch.setattr(loss, "clipped_surrogate", rows_by_rows)
+    part = {name: torch.zeros(3, 1) for name in ("old_logps", "sampler_logps")}
+    part |= {"advantages": torch.ones(3), "lengths": torch.ones(3, dtype=torch.long)}
+    with pytest.raises(ValueError, match=r"surrogate gives \(3, 3\), not"):
+        learner.token_loss(torch.zeros(3, 1), None, part, 0.0, c, {"rows": 3, "tokens": 3})
+
+
 def test_advantages_of_ones_own_may_use_scale_and_k_and_compare_groups(config, monkeypatch):
     def whole_step(rewards, scale: str, k: int):
         return (rewards - rewards.mean()) * k

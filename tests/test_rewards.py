@@ -392,3 +392,16 @@ def test_a_reward_written_for_trl_goes_on_working_as_the_document_says(
     c = config("my_rewards:reward", reward_workers=0)
     row = row_of("own", "cba", level=2) | {"prompt": prompt}
     assert measured([" cba ", "abc"], row, c) == ([1.0, 0.0], [])
+
+
+def test_a_score_written_for_verl_goes_on_working_as_the_document_says(tmp_path, monkeypatch):
+    document = (ROOT / "docs" / "from_trl.md").read_text()
+    code = document.split("```python\n")[2].split("```")[0]
+    (tmp_path / "my_scores.py").write_text(code)
+    scorer = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    scorer += "    return float(solution_str == ground_truth and extra_info['level'] == 2)\n"
+    (tmp_path / "gsm8k.py").write_text(scorer)
+    monkeypatch.syspath_prepend(tmp_path)
+    c = config("my_scores:reward", reward_workers=0)
+    row = row_of("own", "cba", data_source="gsm8k", extra_info={"level": 2})
+    assert measured(["cba", "abc"], row, c) == ([1.0, 0.0], [])

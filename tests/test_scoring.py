@@ -141,7 +141,7 @@ def odd(completion, answer, odd_value, **row):
         (-math.inf, "gave -inf"),
         (None, "gave None; a reward must be a number"),
         ("good", "gave 'good'; a reward must be a number"),
-        ({"reward": 1.0}, "gave a value of type dict, neither a number nor a text"),
+        ({"score": 1.0}, "neither a number nor a text (a dict, as for verl: docs/from_trl.md)"),
         ((1.0, 0.0), "gave a value of type tuple, neither a number nor a text"),
         ([1.0], "neither a number nor a text (a list, as for TRL: docs/from_trl.md)"),
     ],

@@ -193,6 +193,28 @@ def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
         assert len(path.read_text().splitlines()) == 6
 
 
+def test_the_document_makes_weights_and_curves_of_what_a_run_wrote(
+    two_ranks, tmp_path, monkeypatch
+):
+    folder = two_ranks[0]
+    (tmp_path / "runs/mine/rollouts").mkdir(parents=True)
+    written = folder / "rollouts/step_000002.rank_0.jsonl"
+    shutil.copy(written, tmp_path / "runs/mine/rollouts/step_000010.rank_0.jsonl")
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir()
+        shutil.copy(folder / "metrics.jsonl", tmp_path / "runs" / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    document = (ROOT / "docs/metrics.md").read_text().split("## One prompt, two runs")[1]
+    weights, curves = document.split("```python\n")[1:3]
+    made = {}
+    exec(weights.split("```")[0], made)
+    exec(curves.split("```")[0], made)
+    assert made["w"].shape == made["p"].shape == made["advantages"].shape == (1, 4)
+    assert list(made["table"].index) == [1, 2, 3]
+    assert (tmp_path / "two.png").exists()
+
+
 def test_wandb_offline_holds_the_run(two_ranks):
     kept = (two_ranks[0] / "wandb_id").read_text()
     assert list((two_ranks[0] / "wandb").glob(f"offline-run-*/run-{kept}.wandb"))
