@@ -359,19 +359,15 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
     UserError, naming `source`, for an unknown key, a key that no longer exists or a value of the
     wrong type. The older name of a key is accepted, with a message."""
+    refuse_unknown(values, config, source)
     merged = dict(config)
     for name, value in values.items():
-        path = current_name(name, source)
+        path = RENAMED.get(name, name)
         if path != name:
             say_on_rank_0(f"{source}: {name} is now {path}", file=sys.stderr)
             if path in values:
                 raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
         key, _, entry = path.partition(".")
-        if key not in config:
-            hint = did_you_mean(name, config) or "; config/default.py lists all keys"
-            if name.startswith(VERL):
-                hint += "; docs/from_trl.md has those names of verl that mean something here"
-            raise UserError(f"{source}: unknown key {name!r}{hint}")
         where = f"{source}: {name}"
         if entry:
             if type(merged[key]) is not dict:
@@ -381,14 +377,23 @@ def merge(config: dict, values: dict, source: str) -> dict:
     return merged
 
 
-def current_name(name: str, source: str) -> str:
-    """The key, or key.entry, that a name means today. UserError if it no longer has one."""
-    replacement = RENAMED.get(name)
-    if replacement is None:
-        return name
-    if " " in replacement:  # a sentence, not a key
-        raise UserError(f"{source}: {name} is not a key here: {replacement}")
-    return replacement
+def refuse_unknown(names, config: dict, source: str) -> None:
+    """UserError that says of each of these names what it is here, unless it is a key or the older
+    name of one. All at once: a config of another trainer has a dozen."""
+    clauses = []
+    for name in names:
+        today = RENAMED.get(name, name)
+        if " " in today:  # a sentence, not a key
+            clauses.append(f"{name} is not a key here: {today}")
+        elif today.partition(".")[0] not in config:
+            hint = did_you_mean(name, config) or "; config/default.py lists all keys"
+            if name.startswith(VERL):
+                hint += "; docs/from_trl.md has those names of verl that mean something here"
+            clauses.append(f"unknown key {name!r}{hint}")
+    if len(clauses) > 1:
+        clauses = [f"({i}) {clause}" for i, clause in enumerate(clauses, 1)]
+    if clauses:
+        raise UserError(f"{source}: {' '.join(clauses)}")
 
 
 def did_you_mean(name: str, known) -> str:
@@ -649,6 +654,7 @@ def load_config(argv) -> dict:
         else:
             values = read_config_file(path)
         config = merge(config, values, path)
+    refuse_unknown([name for flag in flags for name in flag], config, "command line")
     # flags override all files, wherever they stand on the line
     for flag in flags:
         config = merge(config, flag, "command line")

@@ -43,6 +43,7 @@ from checks import (
     entries,
     eval_source,
     holds_out_rows,
+    is_policy_gradient,
     max_sequence_length,
     scale_of,
     state_bytes,
@@ -668,11 +669,34 @@ def try_branch(c: dict) -> None:
         pass
 
 
+def try_loss(c: dict) -> None:
+    """UserError if the loss of a policy gradient fails on two rows of 3 and 2 tokens: the branch of
+    a user's own ratio or sum over tokens is missing, or gives a wrong shape."""
+    if not is_policy_gradient(c):
+        return
+    logps = torch.zeros(2, 3)
+    rows = {
+        "old_logps": logps,
+        "sampler_logps": logps,
+        "lengths": torch.tensor([3, 2]),
+        "advantages": torch.tensor([1.0, -1.0]),
+        "row": torch.arange(2),
+    }
+    try:
+        learner.token_loss(logps, logps, rows, 0.0, c, {"rows": 2, "tokens": 5})
+    except Exception as error:  # a user's formula may raise anything
+        raise UserError(
+            f"objective={c['objective']!r}: learner.token_loss, tried on two rows of 3 and 2 "
+            f"tokens, fails with {type(error).__name__}: {in_one_line(error, 300)}"
+        ) from None
+
+
 def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     """Loads model files, rows and rewards, and checks them as far as possible without loading
     weights. A dry run does not even download weights."""
     rewards.check_names(c["reward_funcs"])
     try_formula(c)
+    try_loss(c)
     check_ranks(c, ranks)
     check_tensor_parallel(c, ranks)
     # "auto" stands for what a job's launcher sets, and a dry run on a login node has none

@@ -8,7 +8,7 @@ import pytest
 from configs import DEFAULTS, refusal, write
 
 from checks import ENTRIES
-from common import FOREIGN, REPLACED, ROOT, load_config, scheduled
+from common import FOREIGN, REPLACED, ROOT, UserError, load_config, scheduled
 
 
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
@@ -257,3 +257,14 @@ def test_an_option_of_vllm_that_the_trainer_sets_is_refused():
 def test_files_of_other_editors_are_read(tmp_path, encode):
     config = load_config([write(tmp_path, encode("# a comment\nmax_steps = 5\nmodel = 'ü'\n"))])
     assert (config["max_steps"], config["model"]) == (5, "ü")
+
+
+def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_told_at_once(tmp_path):
+    file = tmp_path / "trl.py"
+    file.write_text("top_p = 0.9\nmax_step = 3\nnum_generations = 8\nlogging_steps = 1\n")
+    three = r"trl.py: \(1\) top_p is not .* \(2\) unknown key 'max_step'.* \(3\) logging_steps is"
+    with pytest.raises(UserError, match=three):
+        load_config([str(file), "--top_k=3"])
+    two = r"command line: \(1\) top_k is not a key here: .* \(2\) unknown key 'sed'"
+    with pytest.raises(UserError, match=two):
+        load_config(["--top_k=3", "--seed=1", "--sed=2"])

@@ -129,6 +129,20 @@ def test_a_branch_that_needs_more_than_rewards_and_lengths_is_not_judged(config,
     assert seen == [2]
 
 
+@pytest.mark.parametrize(
+    "objective, words",
+    [
+        (Objective(ratio="mine"), "ValueError: learner.surrogate has no ratio='mine'"),
+        (Objective(token_sum="mine"), "no token_sum='mine'"),
+    ],
+)
+def test_a_ratio_or_a_sum_without_a_branch_is_one_sentence_before_the_run(config, objective, words):
+    with pytest.raises(UserError, match=words):
+        preflight.try_loss(config(objective))
+
+
 def test_every_formula_of_ours_passes():
     for name in checks.OBJECTIVES:
-        preflight.try_formula(load_config([f"--objective={name}", "--pkpo_k=4"]))
+        c = load_config([f"--objective={name}", "--pkpo_k=4"])
+        preflight.try_formula(c)
+        preflight.try_loss(c)
