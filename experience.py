@@ -233,14 +233,20 @@ class Experience:
 # --- for a person to read
 
 
-def log_rollouts(folder, collected: Collected, functions: list, step: int) -> None:
-    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl."""
+def log_rollouts(folder, collected: Collected, targets, functions: list, step: int) -> None:
+    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl, with what they were asked
+    for. targets: this rank's learner.GroupTargets, or None."""
     rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
     rewards_per_func = collected.rewards_per_func.flatten(0, 1)  # (p * (G + S), F)
     right = collected.right.flatten().tolist()
+    asked = {}
+    for name in ("advantages", "weights", "goals"):
+        values = getattr(targets, name, None)  # (p, G + S)
+        if values is not None:  # this objective has them
+            asked[name] = values.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
             row = collected.prompts[i // size]
@@ -256,6 +262,8 @@ def log_rollouts(folder, collected: Collected, functions: list, step: int) -> No
                 "tokens": len(r["completion_ids"]),
                 "logprob": sum(r["logprobs"]),
             }
+            for name, values in asked.items():
+                line[name.removesuffix("s")] = values[i]
             if "seed_id" in r:  # InfoSeed's
                 line["seed_id"] = r["seed_id"]
             file.write(json.dumps(line) + "\n")

@@ -703,12 +703,14 @@ def log_step(run: Run, metrics: dict, bar) -> None:
     bar.update()
 
 
-def show_rollouts(run: Run, collected) -> None:
+def show_rollouts(run: Run, collected, targets: learner.GroupTargets) -> None:
     """In some steps writes or prints the completions, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         with needs_folder(run):
-            log_rollouts(run.folder, collected, run.inputs.reward_functions, run.step)
+            functions = run.inputs.reward_functions
+            local_targets = learner.local_targets(targets, run.world)
+            log_rollouts(run.folder, collected, local_targets, functions, run.step)
     if run.step in (1, c["max_steps"]):
         rewards = collected.local_rewards[:, :G]  # without InfoSeed's
         run.say(rollout.show(run.inputs.tokenizer, collected.unseeded, rewards))
@@ -842,7 +844,7 @@ def train(run: Run) -> None:
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
         log_step(run, metrics, bar)
-        show_rollouts(run, collected)
+        show_rollouts(run, collected, targets)
         for warning in run.symptoms.warnings(run.step, collected, metrics, tau, beta):
             run.say(warning)
         stop_after_skipped_updates(run)

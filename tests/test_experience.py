@@ -33,6 +33,7 @@ import stream
 import train
 from common import RunStopped, load_config
 from journal import Timer
+from learner import GroupTargets
 from policy import Policy, set_temperature
 from preflight import Inputs
 from ranks import World
@@ -391,7 +392,11 @@ def test_the_buffers_size_and_bonus_are_the_configs(alone):
 def test_a_line_of_logged_rollouts_is_a_completion_with_its_own_prompt_and_reward(tmp_path):
     (got,) = collect(config(*INFOSEED), step=1)
     collected = experience.Collected(**{name: getattr(got, name) for name in COLLECTED})
-    experience.log_rollouts(tmp_path, collected, [FAKE_REWARD], 2)
+    p = len(got.prompts)
+    rewards = torch.zeros(p, G + S)
+    weights = torch.arange(p * (G + S)).view(p, -1) / 10
+    targets = GroupTargets(rewards, rewards[:, 0] > 0, weights=weights)
+    experience.log_rollouts(tmp_path, collected, targets, [FAKE_REWARD], 2)
     text = (tmp_path / "rollouts" / "step_000002.rank_0.jsonl").read_text()
     lines = [json.loads(line) for line in text.splitlines()]
     assert [line["completion"] for line in lines] == [r["text"] for r in got.rollouts]
@@ -401,6 +406,8 @@ def test_a_line_of_logged_rollouts_is_a_completion_with_its_own_prompt_and_rewar
         assert line["reward"] == fake_reward(line["completion"], answers[line["id"]])
         assert line["correct"] == (line["reward"] >= 1)
         assert (line["tokens"], line["logprob"]) == (5, -5.0)
+        assert line["weight"] == pytest.approx(i / 10)
+        assert not {"advantage", "goal"} & set(line)  # this objective has none
 
 
 # --- rewards that fail

@@ -193,24 +193,26 @@ def test_rollouts_of_a_step_are_logged_by_every_rank(two_ranks):
         assert len(path.read_text().splitlines()) == 6
 
 
-def test_the_document_makes_weights_and_curves_of_what_a_run_wrote(
-    two_ranks, tmp_path, monkeypatch
-):
-    folder = two_ranks[0]
-    (tmp_path / "runs/mine/rollouts").mkdir(parents=True)
-    written = folder / "rollouts/step_000002.rank_0.jsonl"
-    shutil.copy(written, tmp_path / "runs/mine/rollouts/step_000010.rank_0.jsonl")
+def test_logged_rollouts_have_the_weights_of_their_group(two_ranks):
+    text = (two_ranks[0] / "rollouts/step_000002.rank_0.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    weights = torch.tensor([line["weight"] for line in lines]).view(-1, 4)  # (p, G)
+    torch.testing.assert_close(weights.sum(1), torch.ones(2))
+    right = torch.tensor([line["correct"] for line in lines]).view(-1, 4)
+    mixed = right.any(1) & ~right.all(1)
+    assert mixed.any()
+    assert (weights * right).sum(1)[mixed].min() > weights.mul(~right).amax(1)[mixed].max()
+
+
+def test_the_document_makes_a_curve_of_several_runs(two_ranks, tmp_path, monkeypatch):
     for name in ("a", "b"):
-        (tmp_path / "runs" / name).mkdir()
-        shutil.copy(folder / "metrics.jsonl", tmp_path / "runs" / name)
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        shutil.copy(two_ranks[0] / "metrics.jsonl", tmp_path / "runs" / name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     document = (ROOT / "docs/metrics.md").read_text().split("## One prompt, two runs")[1]
-    weights, curves = document.split("```python\n")[1:3]
     made = {}
-    exec(weights.split("```")[0], made)
-    exec(curves.split("```")[0], made)
-    assert made["w"].shape == made["p"].shape == made["advantages"].shape == (1, 4)
+    exec(document.split("```python\n")[1].split("```")[0], made)
     assert list(made["table"].index) == [1, 2, 3]
     assert (tmp_path / "two.png").exists()
 
