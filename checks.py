@@ -6,8 +6,8 @@ of one sentence.
 
 To add a key, write its line in config/default.py. Then add it here: to RANGES (a number) or CHOICES
 (a word), to USED or SWITCHES if only some configs read it, to SCHEDULED if it may change during a
-run. If it excludes another key, write a claim. Only tests/test_config_shipped.py and
-test_config_refused.py notice what is missing: a key without a range takes any number.
+run. If it excludes another key, write a claim. Only tests (test_config*.py) notice what is missing:
+a key without a range takes any number.
 """
 
 # No torch here: a wrong config must be reported before libraries load, which takes ten seconds.
@@ -91,68 +91,6 @@ OPTIMIZERS = {
     # state_bytes=0: its state is only one row and one column per matrix
     "adafactor": Optimizer("Adafactor", state_bytes=0, zero_stages=(0,)),
     "sgd": Optimizer("SGD", state_bytes=0),
-}
-
-
-# (prefixes of keys, whether these keys have any effect, the key that turns them on). From this
-# table and the next, unused() warns about keys that are set in vain.
-SWITCHES = (
-    (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
-    (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
-    (
-        ("maxent_tau_",),
-        lambda c: has_entropy_target(c),  # defined below
-        "maxent_target_excess_entropy",
-    ),
-    (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
-    (("reference_",), lambda c: c["beta"] > 0, "beta"),
-    (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
-    # in the first update of a batch the old policy is the current one: nothing to clip
-    (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
-)
-# key -> whether it has any effect with this objective and config
-USED = {
-    # a user's own formula for advantages gets both scale_rewards and pkpo_k
-    "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "cispo_epsilon_max": lambda o, c: (
-        o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
-    ),
-    "importance_sampling": lambda o, c: is_policy_gradient(c),
-    "importance_sampling_cap": lambda o, c: (
-        is_policy_gradient(c) and c["importance_sampling"] != "none"
-    ),
-    "token_entropy_coef": lambda o, c: o.term == "token_entropy",
-    "seed_grpo_alpha": lambda o, c: o.term == "semantic_entropy",
-    "pkpo_k": lambda o, c: o.advantage != "centred" and not o.group_loss,
-    "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
-    "maxent_q_temperature": lambda o, c: o.group_loss != "",
-    "maxent_q_epsilon": lambda o, c: o.group_loss != "",
-    "maxent_score_norm": lambda o, c: uses_scores(c) or uses_ref_scores(c),
-    "maxent_score_scale": lambda o, c: uses_scores(c) or uses_ref_scores(c),
-    "maxent_group_weight": lambda o, c: o.group_loss != "",
-    "maxent_loss": lambda o, c: o.group_loss == "weights",
-    "maxent_skip_equal_groups": lambda o, c: (
-        o.group_loss != "" and c["maxent_group_weight"] != "spread"
-    ),
-    "xdr_utility": lambda o, c: o.row_weights,
-    "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
-    "maxent_tau_lr": lambda o, c: not c["controller_meta_method"],
-    "maxent_tau_warmup_steps": lambda o, c: not c["controller_meta_method"],
-    "kl_horizon": lambda o, c: not c["controller_meta_method"],
-    "kl_ctl_step_size": lambda o, c: not c["controller_meta_method"],
-    # "analytic" takes no virtual steps, "first_order" one
-    "controller_meta_virtual_lr": lambda o, c: c["controller_meta_method"] != "analytic",
-    "controller_meta_use_hessian": lambda o, c: c["controller_meta_method"] != "analytic",
-    "controller_meta_truncation_steps": lambda o, c: (
-        c["controller_meta_method"] in ("", "truncated_backprop")
-    ),
-    # true without seeds, too: then SWITCHES warns, and one warning is enough
-    "info_seed_temperature": lambda o, c: (
-        c["info_seed_num_seeds"] == 0 or c["info_seed_loss_type"] == "infonce"
-    ),
 }
 
 
@@ -1095,6 +1033,68 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
     if lead < 0.995:
         words += f" (less than {slack} by maxent_q_epsilon or unlikeliness_coef)"
     return words
+
+
+# (prefixes of keys, whether these keys have any effect, the key that turns them on). From this
+# table and the next, unused() warns about keys that are set in vain.
+SWITCHES = (
+    (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
+    (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
+    (
+        ("maxent_tau_",),
+        has_entropy_target,
+        "maxent_target_excess_entropy",
+    ),
+    (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
+    (("reference_",), lambda c: c["beta"] > 0, "beta"),
+    (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
+    # in the first update of a batch the old policy is the current one: nothing to clip
+    (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
+)
+# key -> whether it has any effect with this objective and config
+USED = {
+    # a user's own formula for advantages gets both scale_rewards and pkpo_k
+    "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
+    "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "cispo_epsilon_max": lambda o, c: (
+        o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
+    ),
+    "importance_sampling": lambda o, c: is_policy_gradient(c),
+    "importance_sampling_cap": lambda o, c: (
+        is_policy_gradient(c) and c["importance_sampling"] != "none"
+    ),
+    "token_entropy_coef": lambda o, c: o.term == "token_entropy",
+    "seed_grpo_alpha": lambda o, c: o.term == "semantic_entropy",
+    "pkpo_k": lambda o, c: o.advantage != "centred" and not o.group_loss,
+    "maxent_tau": lambda o, c: o.group_loss != "" or o.row_weights,
+    "maxent_q_temperature": lambda o, c: o.group_loss != "",
+    "maxent_q_epsilon": lambda o, c: o.group_loss != "",
+    "maxent_score_norm": lambda o, c: uses_scores(c) or uses_ref_scores(c),
+    "maxent_score_scale": lambda o, c: uses_scores(c) or uses_ref_scores(c),
+    "maxent_group_weight": lambda o, c: o.group_loss != "",
+    "maxent_loss": lambda o, c: o.group_loss == "weights",
+    "maxent_skip_equal_groups": lambda o, c: (
+        o.group_loss != "" and c["maxent_group_weight"] != "spread"
+    ),
+    "xdr_utility": lambda o, c: o.row_weights,
+    "kl_loss_type": lambda o, c: c["beta"] > 0 and adds_kl(c),
+    "maxent_tau_lr": lambda o, c: not c["controller_meta_method"],
+    "maxent_tau_warmup_steps": lambda o, c: not c["controller_meta_method"],
+    "kl_horizon": lambda o, c: not c["controller_meta_method"],
+    "kl_ctl_step_size": lambda o, c: not c["controller_meta_method"],
+    # "analytic" takes no virtual steps, "first_order" one
+    "controller_meta_virtual_lr": lambda o, c: c["controller_meta_method"] != "analytic",
+    "controller_meta_use_hessian": lambda o, c: c["controller_meta_method"] != "analytic",
+    "controller_meta_truncation_steps": lambda o, c: (
+        c["controller_meta_method"] in ("", "truncated_backprop")
+    ),
+    # true without seeds, too: then SWITCHES warns, and one warning is enough
+    "info_seed_temperature": lambda o, c: (
+        c["info_seed_num_seeds"] == 0 or c["info_seed_loss_type"] == "infonce"
+    ),
+}
 
 
 def unused(c: dict, defaults: dict) -> list[str]:
