@@ -84,13 +84,13 @@ def run_jobs(jobs: dict, c: dict, max_timeouts: float = math.inf) -> dict:
     """{key: result}, a number, text, None or Failure, of these jobs, see jobs_of(). Once more than
     `max_timeouts` have timed out, the workers give up on the others."""
     if pool := pool_of(c):
-        return pool.answers(jobs, max_timeouts)
+        return pool.collect(jobs, max_timeouts)
     for path in {path for path, _, _ in jobs.values()}:
         try:
             workers.imported(path)
         except ValueError as error:
             raise workers.refused(path, str(error)) from None
-    return {key: workers.checked_answer(workers.answer(*job)) for key, job in jobs.items()}
+    return {key: workers.checked_result(workers.run_job(*job)) for key, job in jobs.items()}
 
 
 def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:

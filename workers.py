@@ -2,7 +2,7 @@
 
     pool = Pool(count=2, timeout=5.0, memory_gib=2.0)
     pool.ask({key: (function, text, arguments)})        # starts the work, doesn't wait
-    pool.answers({key: (function, text, arguments)})    # {key: number, text, None or Failure}
+    pool.collect({key: (function, text, arguments)})    # {key: number, text, None or Failure}
 
 A job calls function(text, **arguments). A function is given as "module:function"; a worker imports
 it before its first job with that function. Every job ends within `timeout`, not counting the
@@ -55,7 +55,7 @@ from typing import NamedTuple
 from common import SIGNALS, RunStopped, UserError, listen, quoted
 
 START_SECONDS = 120  # to import what a job needs, on a machine that is busy loading models
-# for all jobs that answers() waits for. Other ranks wait meanwhile, up to common.DEADLINE
+# for all jobs that collect() waits for. Other ranks wait meanwhile, up to common.DEADLINE
 WAIT_SECONDS = 3600
 END_SECONDS = 10  # for a keeper to kill its worker's descendants; it takes milliseconds
 CHUNK = 64  # most jobs that a worker is given at a time
@@ -100,7 +100,7 @@ def own_environment() -> dict:
 
 
 class Failure(NamedTuple):
-    """Why a job has no answer. kind: "timeout" or "error"."""
+    """Why a job has no result. kind: "timeout" or "error"."""
 
     kind: str
     reason: str
@@ -169,7 +169,7 @@ class Worker:
 class Pool:
     """`count` workers, and the jobs that were asked for. Two threads use a pool: rollouts that are
     sampled ahead (rollout_ahead) call ask() in a thread of their own, and the main thread collects
-    with answers()."""
+    with collect()."""
 
     def __init__(self, count: int, timeout: float, memory_gib: float):
         self.timeout = timeout
@@ -177,7 +177,7 @@ class Pool:
         self.hello = (sys.path, memory_gib)
         self.asked = {}  # key: job
         self.waiting = deque()  # keys of jobs that are not with a worker
-        self.results = {}  # key: answer
+        self.results = {}  # {key: result}
         self.late = set()  # keys of jobs that have timed out
         self.loaded = set()  # names of functions that some worker has imported
         # {function: arguments of its first job}: every worker tries the function with these, since
@@ -204,8 +204,8 @@ class Pool:
             self.waiting.extend(new)
             self.attend(0)
 
-    def answers(self, jobs: dict, max_timeouts: float = math.inf) -> dict:
-        """{key: answer} of these jobs; an answer is a number, a text, None or a Failure. Waits for
+    def collect(self, jobs: dict, max_timeouts: float = math.inf) -> dict:
+        """{key: result} of these jobs; a result is a number, a text, None or a Failure. Waits for
         them, but gives up the rest once more than `max_timeouts` of them have timed out, or after
         WAIT_SECONDS. The pool then forgets all jobs so far, unless some are still under way."""
         self.ask(jobs)
@@ -219,15 +219,15 @@ class Pool:
                 elif self.clock() > end:
                     self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")
         with self.lock:
-            answers = {key: self.results[key] for key in jobs}
+            results = {key: self.results[key] for key in jobs}
             if len(self.results) == len(self.asked):  # else jobs of the other thread are under way
                 self.asked = {}
                 self.results = {}
                 self.late = set()
-        return answers
+        return results
 
     def attend(self, seconds: float) -> None:
-        """Hands out jobs, takes in answers, replaces workers that died or are late. Waits at most
+        """Hands out jobs, takes in results, replaces workers that died or are late. Waits at most
         `seconds` for something to happen."""
         for worker in self.workers:
             if worker.ready and not worker.jobs and self.waiting:
@@ -291,7 +291,7 @@ class Pool:
             if not worker.ready:
                 self.take_start(worker, message)
                 continue
-            result = checked_answer(message)
+            result = checked_result(message)
             self.results[worker.jobs.popleft()] = result
             worker.since = self.clock()
             if isinstance(result, Failure) and lacked_memory(result.reason):
@@ -358,7 +358,7 @@ class Pool:
         self.start()
 
     def give_up(self, jobs: dict, reason: str) -> None:
-        """Makes every one of the jobs that has no answer yet a Failure by timeout."""
+        """Makes every one of the jobs that has no result yet a Failure by timeout."""
         keys = jobs.keys() - self.results.keys()
         for worker in list(self.workers):
             if not keys.isdisjoint(worker.jobs):
@@ -394,8 +394,8 @@ def lacked_memory(reason: str) -> bool:
     return "MemoryError" in reason.partition(":")[0]
 
 
-def checked_answer(message):
-    """A worker's message as the answer to a job: a number, a text, None or a Failure. A message
+def checked_result(message):
+    """A worker's message as the result of a job: a number, a text, None or a Failure. A message
     that is none of these becomes a Failure too."""
     if isinstance(message, dict) and set(message) == {"error"}:
         return Failure("error", quoted(message["error"], LONGEST_REASON + 50))  # + file and line
@@ -606,7 +606,7 @@ def imported(name: str):
     return target
 
 
-def answer(function: str, text: str, arguments: dict):
+def run_job(function: str, text: str, arguments: dict):
     """What function(text, **arguments) returns, as a JSON value: a finite number, a text or None.
     {"error": sentence} if it returns anything else or raises."""
     try:
@@ -662,7 +662,7 @@ def announce(module: str) -> None:
 
 def load(function: str, row: dict, say) -> bool:
     """Imports a function and calls it twice, so that the time of what it imports or builds at its
-    first call is not counted as a job's; the answers are ignored. row: the arguments of its first
+    first call is not counted as a job's; the results are ignored. row: the arguments of its first
     job. Returns False, after a "refused" message, if the function can't be imported."""
     say(["importing", function])
     announce(function)
@@ -674,15 +674,15 @@ def load(function: str, row: dict, say) -> bool:
     announce("")
     say(["trying", function])
     # "x" is not a number, so that math_reward loads math-verify
-    answer(function, "\\boxed{1}", {"answer": "x"})
-    answer(function, "\\boxed{1}", row)  # a job's: a function may read columns before it loads
+    run_job(function, "\\boxed{1}", {"answer": "x"})
+    run_job(function, "\\boxed{1}", row)  # a job's: a function may read columns before it loads
     return True
 
 
 def serve(file) -> None:
     """The worker's loop. Reads pickles from the trainer: first the hello, then pairs ([(a function
     to import, arguments to try it with), ...], jobs). Writes numbered lines of JSON: what it
-    imports, when it is ready, then the answer to each job as soon as it is done:
+    imports, when it is ready, then the result of each job as soon as it is done:
     [0, "ready"], [1, ["importing", ...]], ... [3, "ready"], [4, 0.5], ..."""
     numbers = itertools.count()
 
@@ -706,7 +706,7 @@ def serve(file) -> None:
             limit(memory_gib)
             say("ready")
         for job in jobs:
-            say(answer(*job))
+            say(run_job(*job))
 
 
 def let_go(held: list[int]) -> None:

@@ -339,7 +339,7 @@ def test_no_text_makes_a_reward_raise_or_give_anything_but_a_small_number(text):
     for name in WORTHLESS:
         function = rewards.import_path(name)
         arguments = {key: value for key, value in row_for(name).items() if key != "prompt_ids"}
-        value = workers.answer(function, text, arguments | LENGTHS)
+        value = workers.run_job(function, text, arguments | LENGTHS)
         assert isinstance(value, float) and -1 <= value <= 1
 
 

@@ -430,15 +430,15 @@ def test_rewards_may_be_asked_for_by_rollouts_made_ahead_while_others_are_awaite
             pool.ask(jobs)
             asked.update(jobs)
 
-    pool.answers({"ready": job(0)})
+    pool.collect({"ready": job(0)})
     thread = ThreadPoolExecutor(1).submit(come_ahead)
     try:
         for step in range(30):
-            found = pool.answers({("now", step, i): job(i) for i in range(6)})
+            found = pool.collect({("now", step, i): job(i) for i in range(6)})
             assert list(found.values()) == [0, 1, 0, 1, 0, 1]
     finally:
         stop.set()
     thread.result(10)
-    for key, value in pool.answers(asked).items():
+    for key, value in pool.collect(asked).items():
         assert value == len(asked[key][1]) % 2
     pool.close()

@@ -143,7 +143,7 @@ def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_
     (reward_folder / f"{name}.py").write_text(code)
     pool = Pool(1, SLACK, 1.0)
     if after_another:
-        assert pool.answers({0: job("hostile:act", "1")}) == {0: 1.0}
+        assert pool.collect({0: job("hostile:act", "1")}) == {0: 1.0}
     monkeypatch.setattr(pool, "start", lambda: pytest.fail("another worker was started"))
     jobs = {1: job(f"{name}:f", "1")}
     pool.ask(jobs)
@@ -151,7 +151,7 @@ def test_a_module_that_never_comes_to_an_end_or_ends_its_process_is_named_after_
         phase = words.partition(" s ")[2]
         assert come_true(lambda: pool.attend(0.05) or pool.workers[0].doing.startswith(phase))
         monkeypatch.setattr(workers, "START_SECONDS", 0.3)
-    said = refusal(pool.answers, jobs)
+    said = refusal(pool.collect, jobs)
     pool.close()
     assert words in said and re.search("; .* must (not|return)", said)
 
@@ -169,7 +169,7 @@ def test_the_time_that_an_import_takes_is_not_the_first_jobs(reward_folder, monk
 
     monkeypatch.setattr(pool, "take_start", take_late)
     # a nap: the answer must not come together with "ready"
-    assert pool.answers({1: job("hostile:act", "nap 1")}) == {1: 1.0}
+    assert pool.collect({1: job("hostile:act", "nap 1")}) == {1: 1.0}
     pool.close()
 
 
@@ -196,7 +196,7 @@ def test_the_first_call_has_the_columns_of_a_row(reward_folder):
     (reward_folder / "unit.py").write_text(READS_FIRST)
     pool = Pool(1, SLACK, 1.0)
     function, text, row = job("unit:f", "a")
-    assert pool.answers({1: (function, text, row | {"unit": "m"})}) == {1: 2.0}
+    assert pool.collect({1: (function, text, row | {"unit": "m"})}) == {1: 2.0}
     pool.close()
 
 
@@ -216,8 +216,8 @@ def test_a_row_on_which_workers_die_costs_its_own_jobs_and_no_others(reward_fold
     pool = Pool(1, SLACK, 1.0)
     function, text, row = job("dies:f", "a")
     good, bad = (function, text, row | {"dies": 0}), (function, text, row | {"dies": 1})
-    assert pool.answers({0: good}) == {0: 1.0}
-    found = pool.answers({1: bad, 2: bad, 3: good, 4: good})
+    assert pool.collect({0: good}) == {0: 1.0}
+    found = pool.collect({1: bad, 2: bad, 3: good, 4: good})
     assert (found[3], found[4]) == (1.0, 1.0)
     for key in (1, 2):
         assert found[key] == workers.Failure("error", "the worker died (Aborted)")
@@ -237,7 +237,7 @@ def test_workers_that_never_start_end_the_run_after_a_few_tries(reward_folder, m
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     pool = Pool(2, SLACK, 1.0)
     with pytest.raises(RunStopped, match=r"reward workers don't start: .*exit status 1"):
-        pool.answers({1: job("hostile:act", "1")})
+        pool.collect({1: job("hostile:act", "1")})
     assert len(starts) == 2 + 4  # two of each
     pool.close()
 
@@ -248,7 +248,7 @@ def test_a_worker_that_starts_clears_the_count_of_those_that_did_not(reward_fold
     while not pool.workers[0].ready:
         pool.attend(0.1)
     assert pool.failed_starts == 2  # it has not loaded a function yet
-    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
+    assert pool.collect({1: job("hostile:act", "1")}) == {1: 1}
     assert pool.failed_starts == 0
     pool.close()
 
@@ -265,7 +265,7 @@ def test_a_reward_that_crashes_leaves_no_core_file(reward_folder):
     before = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (before[1], before[1]))  # as much as is allowed
     pool = Pool(1, SLACK, 1.0)
-    answers = pool.answers({1: job("core:f", "1")})
+    answers = pool.collect({1: job("core:f", "1")})
     pool.close()
     resource.setrlimit(resource.RLIMIT_CORE, before)
     assert answers == {1: 0.0}
@@ -282,8 +282,8 @@ def test_a_job_has_its_memory_on_top_of_what_was_imported_before_it(reward_folde
     """Also where a function was imported after jobs of another had their limit."""
     (reward_folder / "large.py").write_text(WAITS_FOR_MEMORY)
     pool = Pool(1, SLACK, 0.0625)
-    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
-    found = pool.answers({2: job("large:f", "20"), 3: job("large:f", "200")})
+    assert pool.collect({1: job("hostile:act", "1")}) == {1: 1.0}
+    found = pool.collect({2: job("large:f", "20"), 3: job("large:f", "200")})
     pool.close()
     assert found[2] == 1.0 and "MemoryError" in found[3].reason
 
@@ -302,7 +302,7 @@ def test_a_worker_that_is_lost_while_it_imports_gives_its_jobs_to_another(reward
     """Once a function was imported, it is not to blame."""
     (reward_folder / "fine.py").write_text("def f(completion, answer, **row): return 1.0\n")
     pool = Pool(1, SLACK, 1.0)
-    assert pool.answers({1: job("fine:f", "")}) == {1: 1.0}
+    assert pool.collect({1: job("fine:f", "")}) == {1: 1.0}
     second = "import os\nfrom pathlib import Path\nmark = Path(__file__ + '.tried')\n"
     second += "if not mark.exists():\n    mark.touch()\n    os._exit(1)\n"
     second += "def f(completion, answer, **row): return 1.0\n"
@@ -310,7 +310,7 @@ def test_a_worker_that_is_lost_while_it_imports_gives_its_jobs_to_another(reward
     first = pool.workers[0]
     os.kill(first.process.pid, signal.SIGKILL)
     assert come_true(lambda: pool.attend(0.1) or pool.workers[0] is not first)
-    assert pool.answers({2: job("fine:f", "2")}) == {2: 1.0}
+    assert pool.collect({2: job("fine:f", "2")}) == {2: 1.0}
     assert (reward_folder / "fine.py.tried").exists()
     pool.close()
 
@@ -328,7 +328,7 @@ def test_what_rewards_print_is_quoted_and_what_a_module_prints_at_import_names_i
         "def f(completion, answer, **row): print('inside', completion); return 1.0\n"
     )
     pool = Pool(1, SLACK, 1.0)
-    assert pool.answers({1: job("noisy:f", "\x1b[31mred")}) == {1: 1.0}
+    assert pool.collect({1: job("noisy:f", "\x1b[31mred")}) == {1: 1.0}
     pool.close()
     out, err = capfd.readouterr()
     lines = [line for line in err.splitlines() if "debug" not in line]
@@ -345,7 +345,7 @@ def test_of_a_worker_that_prints_without_end_a_thousand_lines_are_shown(reward_f
         "def f(completion, answer, **row):\n    print('x\\n' * 5000)\n    return 1.0\n"
     )
     pool = Pool(1, SLACK, 1.0)
-    assert pool.answers({1: job("wordy:f", "1")}) == {1: 1.0}
+    assert pool.collect({1: job("wordy:f", "1")}) == {1: 1.0}
     pool.close()
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == workers.LINES_SHOWN + 1 and "more is not shown" in lines[-1]
@@ -371,7 +371,7 @@ def test_a_reward_sees_nothing_of_the_environment_but_what_is_listed(reward_fold
         "def f(completion, answer, **row): return 1.0\n"
     )
     pool = Pool(1, SLACK, 1.0)
-    assert pool.answers({1: job("curious:f", "1")}) == {1: 1.0}
+    assert pool.collect({1: job("curious:f", "1")}) == {1: 1.0}
     pool.close()
     seen = json.loads((reward_folder / "curious.py.seen").read_text())
     assert not set(SECRETS) & set(seen) and "a secret" not in seen.values()
@@ -394,7 +394,7 @@ def main():
         return {{text: ("hostile:act", text, {{"answer": ""}}) for text in texts}}
 
     def ask(*texts):
-        return list(pool.answers(jobs(*texts)).values())
+        return list(pool.collect(jobs(*texts)).values())
 
     def pids():
         return [worker.process.pid for worker in pool.workers]

@@ -141,7 +141,7 @@ def test_failures_are_recorded_with_reward_row_kind_reason_and_text(battle):
 def test_a_worker_that_a_leak_has_filled_is_replaced(reward_folder):
     """Three leaks fit into it: at most every third one fails, and not all from the third on."""
     pool = Pool(1, PATIENCE, 0.125)
-    found = pool.answers({i: job("hostile:act", "leak") for i in range(12)})
+    found = pool.collect({i: job("hostile:act", "leak") for i in range(12)})
     pool.close()
     failed = [answer for answer in found.values() if answer != 1.0]
     assert 0 < len(failed) <= 4
@@ -150,9 +150,9 @@ def test_a_worker_that_a_leak_has_filled_is_replaced(reward_folder):
 
 def test_an_error_that_quotes_the_model_on_memory_is_not_one_of_memory(reward_folder):
     pool = Pool(1, PATIENCE, 1.0)
-    found = pool.answers({1: job("hostile:act", "int MemoryError"), 2: job("hostile:act", "1")})
+    found = pool.collect({1: job("hostile:act", "int MemoryError"), 2: job("hostile:act", "1")})
     started = pool.workers[0].process.pid
-    more = pool.answers({3: job("hostile:act", "int MemoryError")})
+    more = pool.collect({3: job("hostile:act", "int MemoryError")})
     assert pool.workers[0].process.pid == started
     pool.close()
     assert "ValueError" in found[1].reason and "MemoryError" in more[3].reason
@@ -164,7 +164,7 @@ def test_a_hang_holds_up_no_worker_but_its_own(reward_folder):
     pool = Pool(2, 100_000.0, 1.0)
     assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
     pool.ask({"hang": job("hostile:act", "sleep")})  # which is handed out alone
-    found = pool.answers({i: job("hostile:act", str(i)) for i in range(100)})
+    found = pool.collect({i: job("hostile:act", str(i)) for i in range(100)})
     assert found == {i: i for i in range(100)} and "hang" not in pool.results
     pool.close()
 
@@ -173,7 +173,7 @@ def test_a_reward_that_closes_its_output_is_heard_all_the_same(reward_folder):
     """In a worker of its own: whatever prints there afterwards fails."""
     pool = Pool(1, PATIENCE, 1.0)
     jobs = {text: job("hostile:act", text) for text in ("close_stdout", "3")}
-    assert pool.answers(jobs) == {"close_stdout": 1.0, "3": 3.0}
+    assert pool.collect(jobs) == {"close_stdout": 1.0, "3": 3.0}
     pool.close()
 
 
@@ -187,7 +187,7 @@ def test_signals_that_ask_a_run_to_stop_cost_no_reward(reward_folder, number):
     keeper = psutil.Process(pool.workers[0].process.pid)
     for process in (keeper, *keeper.children()):
         process.send_signal(number)
-    assert pool.answers(jobs) == {0: 1.0, 1: 1.0, 2: 1.0}
+    assert pool.collect(jobs) == {0: 1.0, 1: 1.0, 2: 1.0}
     assert pool.workers[0].process.pid == keeper.pid
     pool.close()
     assert not runs(keeper.pid)
@@ -205,11 +205,11 @@ def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder
     jobs = sleeps(pool)
     pool.ask(jobs)
     pool.ask({"next step": job("hostile:act", "5")})
-    reasons = [answer.reason for answer in pool.answers(jobs, max_timeouts=2).values()]
+    reasons = [answer.reason for answer in pool.collect(jobs, max_timeouts=2).values()]
     assert reasons[:3] == ["no answer in 0.2 s (reward_timeout)"] * 3
     assert reasons[3:] == ["given up: 3 others gave no answer in 0.2 s"] * 47
-    assert pool.answers({"next step": None}) == {"next step": 5}
-    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1}
+    assert pool.collect({"next step": None}) == {"next step": 5}
+    assert pool.collect({1: job("hostile:act", "1")}) == {1: 1}
     assert pool.asked == pool.results == {} and not pool.late and len(pool.workers) == 1
     pool.close()
 
@@ -217,7 +217,7 @@ def test_once_too_many_have_timed_out_the_rest_is_given_up_at_once(reward_folder
 def test_jobs_that_are_waited_for_together_have_an_end_together(reward_folder, monkeypatch):
     monkeypatch.setattr(workers, "WAIT_SECONDS", 0.5)
     pool = Pool(1, 100_000.0, 0.25)
-    found = pool.answers(sleeps(pool))
+    found = pool.collect(sleeps(pool))
     assert set(found.values()) == {Failure("timeout", "given up: 50 together took over 0.5 s")}
     pool.close()
 
@@ -233,10 +233,10 @@ def test_jobs_that_are_not_given_up_go_back_into_the_queue_from_the_worker_that_
     for key in given_up:  # so that both kinds are in the worker's first portion
         mixed |= {key: given_up[key], ("next step", key): others["next step", key]}
     pool.ask(mixed)
-    pool.answers(given_up)
+    pool.collect(given_up)
     assert set(pool.waiting) == set(others)
     monkeypatch.setattr(workers, "WAIT_SECONDS", 600)  # for a new worker to start
-    assert pool.answers(others) == dict.fromkeys(others, 5)
+    assert pool.collect(others) == dict.fromkeys(others, 5)
     pool.close()
 
 
@@ -246,7 +246,7 @@ def test_timeouts_of_other_jobs_give_nothing_up(reward_folder):
     pool.clock = Clock(pool, lambda text: text == "sleep")
     pool.ask({"next step": job("hostile:act", "sleep")})
     assert come_true(lambda: pool.attend(0.05) or pool.late == {"next step"})
-    found = pool.answers({"this step": job("hostile:act", "nap 1")}, max_timeouts=0)
+    found = pool.collect({"this step": job("hostile:act", "nap 1")}, max_timeouts=0)
     assert found == {"this step": 1.0}
     pool.close()
 
@@ -255,12 +255,12 @@ def test_a_worker_with_nothing_to_do_is_not_late(reward_folder):
     pool = Pool(1, 5.0, 1.0)
     now = [0.0]
     pool.clock = lambda: now[0]
-    assert pool.answers({1: job("hostile:act", "1")}) == {1: 1.0}
+    assert pool.collect({1: job("hostile:act", "1")}) == {1: 1.0}
     (worker,) = pool.workers
     now[0] += 3600  # learning
     pool.attend(0)
     assert pool.workers == [worker]
-    assert pool.answers({2: job("hostile:act", "nap 2")}) == {2: 1.0}
+    assert pool.collect({2: job("hostile:act", "nap 2")}) == {2: 1.0}
     pool.close()
 
 
@@ -299,7 +299,7 @@ def test_what_a_reward_starts_in_a_session_of_its_own_does_not_outlive_its_worke
     monkeypatch.setattr(workers, "END_SECONDS", 1.0)  # for a keeper that is stopped
     (reward_folder / "daemons").unlink(missing_ok=True)
     pool = Pool(1, SLACK, 1.0)
-    pool.answers({1: job("hostile:act", act)})
+    pool.collect({1: job("hostile:act", act)})
     (pid,) = map(int, lines_of(reward_folder / "daemons"))
     if act != "daemon_and_leave":
         assert runs(pid)
@@ -333,7 +333,7 @@ def test_failures_of_a_chunk_cost_the_others_of_it_nothing_and_each_has_its_own_
         texts[i] = text
     pool = Pool(1, 2.5, 0.25)
     pool.clock = Clock(pool, lambda text: text == "sleep", naps=lambda text: text.startswith("nap"))
-    found = pool.answers({i: job("hostile:act", text) for i, text in enumerate(texts)})
+    found = pool.collect({i: job("hostile:act", text) for i, text in enumerate(texts)})
     pid = pool.workers[0].process.pid
     pool.close()
     assert not psutil.pid_exists(pid)
@@ -350,7 +350,7 @@ def test_an_answer_that_comes_while_another_worker_is_replaced_is_in_time(
 ):
     pool = Pool(2, 5.0, 0.25)
     pool.clock = Clock(pool, lambda text: False)
-    pool.answers({i: job("hostile:act", str(i)) for i in range(20)})
+    pool.collect({i: job("hostile:act", str(i)) for i in range(20)})
     assert come_true(lambda: pool.attend(0.1) or all(worker.ready for worker in pool.workers))
 
     def cause_of_death(dead) -> str:
@@ -363,7 +363,7 @@ def test_an_answer_that_comes_while_another_worker_is_replaced_is_in_time(
 
     monkeypatch.setattr(pool, "cause_of_death", cause_of_death)
     texts = ("kill", "wait for a death")
-    found = pool.answers({text: job("hostile:act", text) for text in texts})
+    found = pool.collect({text: job("hostile:act", text) for text in texts})
     pool.close()
     assert found == {texts[0]: Failure("error", "the worker died slowly"), texts[1]: 1.0}
 
@@ -464,7 +464,7 @@ def test_without_workers_the_scores_are_the_same_and_no_process_starts(battle):
 )
 def test_of_an_answer_only_what_can_be_one_is_believed(message, value):
     """A reward may write into the socket of its worker."""
-    found = workers.checked_answer(message)
+    found = workers.checked_result(message)
     if value is Failure:
         assert isinstance(found, Failure) and found.reason.isprintable()
     else:
@@ -490,7 +490,7 @@ def test_an_answer_to_no_job_is_not_believed():
 
 def test_of_a_long_error_only_its_beginning_leaves_the_worker():
     """A line too long for the trainer would cost the worker."""
-    said = workers.answer("hostile:act", "unprintable", {"answer": ""})["error"]
+    said = workers.run_job("hostile:act", "unprintable", {"answer": ""})["error"]
     assert len(said) < workers.LONGEST_REASON + 50
 
 
