@@ -726,6 +726,11 @@ def data_claims(c: dict):
         all(abs(weight) <= 1e6 for weight in c["reward_weights"]),
         f"reward_weights={c['reward_weights']} must be finite numbers, at most 1e6",
     )
+    yield (
+        all(weight == 0 or abs(weight) >= 1e-5 for weight in c["reward_weights"]),
+        f"reward_weights={c['reward_weights']} must be 0 or at least 1e-5, because rewards are "
+        "rounded to six decimals",
+    )
     for key, source in keyed_sources(c):
         yield (
             not source["name"].startswith("["),  # a list in a string, as in verl's data.train_files

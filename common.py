@@ -379,17 +379,27 @@ def merge(config: dict, values: dict, source: str) -> dict:
 
 def refuse_unknown(names, config: dict, source: str) -> None:
     """UserError that says of each of these names what it is here, unless it is a key or the older
-    name of one. All at once: a config of another trainer has a dozen."""
-    clauses = []
-    for name in names:
+    name of one. All at once, because a config of another trainer has dozens, and each sentence
+    once, because die() cuts an error that is too long."""
+    refused = {}  # {(how its name is introduced, what is said): names}
+    for name in dict.fromkeys(names):  # a flag may be given twice
         today = RENAMED.get(name, name)
         if " " in today:  # a sentence, not a key
-            clauses.append(f"{name} is not a key here: {today}")
+            refused.setdefault(("", today), []).append(name)
         elif today.partition(".")[0] not in config:
             hint = did_you_mean(name, config) or "; config/default.py lists all keys"
             if name.startswith(VERL):
                 hint += "; docs/from_trl.md has those names of verl that mean something here"
-            clauses.append(f"unknown key {name!r}{hint}")
+            refused.setdefault(("unknown key", hint), []).append(repr(name))
+    clauses = []
+    for (unknown, sentence), same in refused.items():
+        several = len(same) > 1
+        listed = ", ".join(same)
+        if unknown:
+            clauses.append(f"unknown key{'s' if several else ''} {listed}{sentence}")
+        else:
+            verb = "are no keys" if several else "is not a key"
+            clauses.append(f"{listed} {verb} here: {sentence}")
     if len(clauses) > 1:
         clauses = [f"({i}) {clause}" for i, clause in enumerate(clauses, 1)]
     if clauses:

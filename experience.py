@@ -234,18 +234,18 @@ class Experience:
 
 
 def log_rollouts(folder, collected: Collected, targets, functions: list, step: int) -> None:
-    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl, with what they were asked
-    for. targets: this rank's learner.GroupTargets, or None."""
+    """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl, each with what the
+    objective asked of it. targets: this rank's learner.GroupTargets."""
     rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
     rewards_per_func = collected.rewards_per_func.flatten(0, 1)  # (p * (G + S), F)
     right = collected.right.flatten().tolist()
-    asked = {}
-    for name in ("advantages", "weights", "goals"):
-        values = getattr(targets, name, None)  # (p, G + S)
-        if values is not None:  # this objective has them
+    asked = {}  # {name: of each row} of those that this objective has
+    named = {"advantage": targets.advantages, "weight": targets.weights, "goal": targets.goals}
+    for name, values in named.items():  # (p, G + S) or None
+        if values is not None:
             asked[name] = values.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:
         for i, (r, reward) in enumerate(zip(collected.rollouts, rewards.flatten().tolist())):
@@ -263,7 +263,7 @@ def log_rollouts(folder, collected: Collected, targets, functions: list, step: i
                 "logprob": sum(r["logprobs"]),
             }
             for name, values in asked.items():
-                line[name.removesuffix("s")] = values[i]
+                line[name] = values[i]
             if "seed_id" in r:  # InfoSeed's
                 line["seed_id"] = r["seed_id"]
             file.write(json.dumps(line) + "\n")

@@ -671,19 +671,26 @@ def try_branch(c: dict) -> None:
 
 def try_loss(c: dict) -> None:
     """UserError if the loss of a policy gradient fails on two rows of 3 and 2 tokens: the branch of
-    a user's own ratio or sum over tokens is missing, or gives a wrong shape."""
+    a user's own ratio or sum over tokens is missing, or gives a wrong shape. A branch that reads
+    what only a run's batch has is not judged."""
     if not is_policy_gradient(c):
         return
     logps = torch.zeros(2, 3)
     rows = {
+        "ids": torch.zeros(2, 4, dtype=torch.long),
+        "prompt_lengths": torch.tensor([1, 1]),
         "old_logps": logps,
         "sampler_logps": logps,
         "lengths": torch.tensor([3, 2]),
         "advantages": torch.tensor([1.0, -1.0]),
         "row": torch.arange(2),
     }
+    if c["beta"] > 0:
+        rows["ref_logps"] = logps
     try:
         learner.token_loss(logps, logps, rows, 0.0, c, {"rows": 2, "tokens": 5})
+    except KeyError:  # a tensor that the user adds to the batch
+        pass
     except Exception as error:  # a user's formula may raise anything
         raise UserError(
             f"objective={c['objective']!r}: learner.token_loss, tried on two rows of 3 and 2 "

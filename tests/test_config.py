@@ -8,7 +8,7 @@ import pytest
 from configs import DEFAULTS, refusal, write
 
 from checks import ENTRIES
-from common import FOREIGN, REPLACED, ROOT, UserError, load_config, scheduled
+from common import FOREIGN, LONGEST_ERROR, REPLACED, ROOT, UserError, load_config, scheduled
 
 
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
@@ -268,3 +268,27 @@ def test_all_unknown_keys_of_a_file_and_of_the_command_line_are_told_at_once(tmp
     two = r"command line: \(1\) top_k is not a key here: .* \(2\) unknown key 'sed'"
     with pytest.raises(UserError, match=two):
         load_config(["--top_k=3", "--seed=1", "--sed=2"])
+
+
+# what verl's example of GRPO sets and this project has not
+VERL = """algorithm.adv_estimator data.filter_overlong_prompts data.truncation
+actor_rollout_ref.model.use_remove_padding actor_rollout_ref.actor.ppo_mini_batch_size
+actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.use_kl_loss
+actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type
+actor_rollout_ref.actor.entropy_coeff actor_rollout_ref.model.enable_gradient_checkpointing
+actor_rollout_ref.actor.fsdp_config.param_offload
+actor_rollout_ref.actor.fsdp_config.optimizer_offload
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.name
+actor_rollout_ref.rollout.gpu_memory_utilization
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+actor_rollout_ref.ref.fsdp_config.param_offload algorithm.use_kl_in_reward trainer.critic_warmup
+trainer.logger trainer.project_name trainer.experiment_name trainer.n_gpus_per_node trainer.nnodes
+trainer.total_epochs""".split()
+
+
+def test_a_whole_script_of_verl_is_told_in_an_error_that_is_not_cut():
+    message = refusal(*[f"--{name}=1" for name in VERL * 2])
+    assert len(message) < LONGEST_ERROR
+    for name in VERL:
+        assert message.count(name) == 1

@@ -155,6 +155,7 @@ BAD = [
     "reward_weights=[1.0, 2.0]",
     "reward_weights=[1e999]",
     "reward_weights=[1e+07]",
+    "reward_weights=[-1e-07]",
     "maxent_q_temperature=1e-07",
     "reward_weights=['1']",
     "reward_weights=[True]",
@@ -336,6 +337,7 @@ def test_settings_that_contradict_each_other_are_refused(settings, words):
         "max_logp_difference=0.0",
         "reward_weights=[0]",
         "reward_weights=[-1]",
+        "reward_weights=[-1e-5]",
         "seed=0",
     ],
 )

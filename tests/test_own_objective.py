@@ -141,6 +141,27 @@ def test_a_ratio_or_a_sum_without_a_branch_is_one_sentence_before_the_run(config
         preflight.try_loss(config(objective))
 
 
+@pytest.mark.parametrize(
+    "flags, read",
+    [
+        ([], lambda part: part["ids"].sum() + part["prompt_lengths"].sum()),
+        (["--beta=0.1"], lambda part: part["ref_logps"].sum()),
+        ([], lambda part: part["of_mine"].sum()),  # added to the batch in learner.measure_groups
+    ],
+)
+def test_a_ratio_that_reads_more_of_its_rows_is_not_refused(config, monkeypatch, flags, read):
+    seen = []
+
+    def surrogate(logps, micro_batch: dict, c: dict) -> tuple:
+        seen.append(c["objective"])
+        gain = logps * micro_batch["advantages"][:, None] + read(micro_batch)
+        return gain, gain > 9, gain > 9
+
+    monkeypatch.setattr(learner, "surrogate", surrogate)
+    preflight.try_loss(config(Objective(ratio="mine"), *flags))
+    assert seen == ["mine"]
+
+
 def test_every_formula_of_ours_passes():
     for name in checks.OBJECTIVES:
         c = load_config([f"--objective={name}", "--pkpo_k=4"])

@@ -93,7 +93,7 @@ def test_rows_that_earn_the_same_by_different_functions_make_an_equal_group(weig
     levels = [0.0, 0.1, 0.2, 0.5, 0.6, 1.0]
     cells = {}  # exact reward -> the values of functions that earn it
     for cell in itertools.product(levels, repeat=3):
-        exact = sum(Fraction(str(w)) * Fraction(v) for w, v in zip(weights, cell))
+        exact = sum(Fraction(str(w)) * Fraction(str(v)) for w, v in zip(weights, cell))
         cells.setdefault(exact, []).append(cell)
     assert max(map(len, cells.values())) > 1
     for group in cells.values():
