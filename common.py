@@ -585,6 +585,8 @@ def print_overridden(argv) -> None:
             continue
         name, equals, _ = word.removeprefix("--").partition("=")
         key = RENAMED.get(name, name)  # an older name means the same key
+        if " " in key:  # a sentence, which two names may share
+            key = name
         if key in last and equals:
             say_on_rank_0(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
         last[key] = word
