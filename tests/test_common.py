@@ -92,7 +92,8 @@ def test_what_is_compiled_has_a_place_also_without_a_home(tmp_path, monkeypatch)
 def test_only_a_flag_is_overridden_by_a_later_one(words, capsys):
     common.print_overridden(["export", *words])
     said = capsys.readouterr().err
-    assert said == ("--seed=1 is not used: --seed=2 comes after it\n" if "--seed=1" in words else "")
+    told = "--seed=1 is not used: --seed=2 comes after it\n"
+    assert said == (told if "--seed=1" in words else "")
 
 
 @pytest.mark.parametrize("where, said", [("stdout", "has ended"), ("another", "BrokenPipeError")])
