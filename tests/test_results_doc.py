@@ -276,6 +276,20 @@ def test_best_points_of_countdown():
     assert checked == 12
 
 
+def test_table_of_other_objectives_on_graph_colouring():
+    runs = runs_of("graph_coloring_others.jsonl")
+    rows = rows_below("Graph colouring", ["arm", "mean@8"], COMPLETE)
+    arms = {arm for arm, *_ in rows.values()}
+    assert arms == set(runs) | {"(start)"}
+    for name, (arm, *cells) in rows.items():
+        if arm == "(start)":
+            figures = runs["dr_grpo"][0].iloc[0]
+        else:
+            figures = frontier.end_of(runs[arm][0], COLUMNS)
+        for cell, column in zip(cells, COLUMNS, strict=True):
+            assert_says(cell, [figures[column]], f"{name}, {column}@8")
+
+
 @pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
 def test_the_demos_example_is_a_right_answer(file):
     text = (ROOT / file).read_text()
