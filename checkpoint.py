@@ -722,7 +722,7 @@ def settings_of(path: Path) -> dict:
     config = default_config()
     known = {}
     for name, value in read_table(file).items():
-        today = RENAMED.get(name, name)  # or a sentence, which is not a key
+        today = RENAMED.get(name, name)
         if today.partition(".")[0] in config:
             known[today] = value
     return merge(config, known, str(file))

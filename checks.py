@@ -1045,11 +1045,7 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
 SWITCHES = (
     (("info_seed_",), lambda c: c["info_seed_num_seeds"] > 0, "info_seed_num_seeds"),
     (("controller_meta_",), lambda c: c["controller_meta_method"] != "", "controller_meta_method"),
-    (
-        ("maxent_tau_",),
-        has_entropy_target,
-        "maxent_target_excess_entropy",
-    ),
+    (("maxent_tau_",), has_entropy_target, "maxent_target_excess_entropy"),
     (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
     (("reference_",), lambda c: c["beta"] > 0, "beta"),
     (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),

@@ -383,10 +383,9 @@ def refuse_unknown(names, config: dict, source: str) -> None:
     once, because die() cuts an error that is too long."""
     refused = {}  # {(how its name is introduced, what is said): names}
     for name in dict.fromkeys(names):  # a flag may be given twice
-        today = RENAMED.get(name, name)
-        if " " in today:  # a sentence, not a key
-            refused.setdefault(("", today), []).append(name)
-        elif today.partition(".")[0] not in config:
+        if name in NO_KEYS:
+            refused.setdefault(("", NO_KEYS[name]), []).append(name)
+        elif RENAMED.get(name, name).partition(".")[0] not in config:
             hint = did_you_mean(name, config) or "; config/default.py lists all keys"
             if name.startswith(VERL):
                 hint += "; docs/from_trl.md has those names of verl that mean something here"
@@ -571,8 +570,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         value = "latest" if RENAMED.get(name, name) == "resume_from_checkpoint" else "..."
         if i + 1 < len(argv) and argv[i + 1][:1] != "-":
             value = argv[i + 1]
-        if " " in RENAMED.get(name, ""):
-            raise UserError(f"{word}: {RENAMED[name]}")
+        if name in NO_KEYS:
+            raise UserError(f"{word}: {NO_KEYS[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
@@ -585,8 +584,6 @@ def print_overridden(argv) -> None:
             continue
         name, equals, _ = word.removeprefix("--").partition("=")
         key = RENAMED.get(name, name)  # an older name means the same key
-        if " " in key:  # a sentence, which two names may share
-            key = name
         if key in last and equals:
             say_on_rank_0(f"{last[key]} is not used: {word} comes after it", file=sys.stderr)
         last[key] = word
@@ -1352,4 +1349,6 @@ FOREIGN = {
     "trainer.total_epochs": "a run has a number of steps: --max_steps",
     "trainer.total_training_steps": "max_steps",
 }
-RENAMED = REPLACED | FOREIGN  # an older or another trainer's name -> today's key, or a sentence
+OTHER_NAMES = REPLACED | FOREIGN
+RENAMED = {name: key for name, key in OTHER_NAMES.items() if " " not in key}
+NO_KEYS = {name: sentence for name, sentence in OTHER_NAMES.items() if " " in sentence}
