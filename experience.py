@@ -43,7 +43,7 @@ class Collected(NamedTuple):
     rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
-    metrics: dict  # of rewards, engine and resampling, for the whole step, the same on every rank
+    metrics: dict  # of rewards, sampler and resampling, of the whole step, the same on every rank
 
     @property
     def local_rewards(self) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Experience:
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
-            # called even without places, because ranks that share an engine sample together
+            # called even without places, because ranks that share a sampler call it together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
             groups = groups | replacements
             failed = failed + new_failed
@@ -158,7 +158,7 @@ class Experience:
         with timer("rollout"):
             prompts, G, sampling, group_done = self.request(asked, places, step, attempt)
             rollouts = rollout.generate(self.sampler, tokenizer, prompts, G, sampling, group_done)
-            # called even without rows, because ranks that share an engine ask it together
+            # called even without rows, because ranks that share a sampler call it together
             rollouts = infoseed.add_completions(
                 self.sampler, tokenizer, asked, rollouts, sampling, self.config
             )
@@ -172,7 +172,7 @@ class Experience:
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
 
-        The engine calls group_done with a prompt's completions as soon as they are complete. That
+        The sampler calls group_done with a prompt's completions as soon as they are complete. That
         starts their scoring while other prompts are still being sampled. scoring.measure() waits
         for all of them."""
         c = self.config
@@ -223,7 +223,8 @@ class Experience:
 
     def ask_ahead(self, step: int) -> None:
         """Starts to sample a later step in the background, with the weights that the servers hold
-        now. The engine keeps the completions until generate() is called with the same arguments."""
+        now. The sampler keeps the completions until generate() is called with the same
+        arguments."""
         rows = step_rows(self.inputs, self.replay, step, self.config)
         local_rows = [rows[place] for place in self.places]
         request = self.request(local_rows, self.places, step, 0)

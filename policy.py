@@ -397,7 +397,7 @@ def count_parameters(module) -> ParameterCounts:
 
 
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: the same as
+    """(name, tensor) of every weight of a Hugging Face model, for a sampler's sync: the same as
     model_weights(), but with tied embeddings under both of their names. A vLLM reload without the
     head's name is silently wrong."""
     embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings()

@@ -10,6 +10,9 @@ Token ids go in, and token ids come out with the log-prob that the sampler itsel
 is decoded only for the rewards and never encoded again. A rollout is {"prompt_ids",
 "completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the EOS. Those of
 infoseed.py also have a "seed_id".
+
+Here and in server/ an engine samples. The files of the training step call it the sampler; their
+`engine` is DeepSpeed's, which trains.
 """
 
 import gc
@@ -573,7 +576,7 @@ class VllmEngine(Engine):
             seed=seed,
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,  # plain lists instead of one object per token
-            detokenize=False,  # the function generate() below decodes, for all engines alike
+            detokenize=False,  # the function generate() above decodes, for all engines alike
         )
 
     def rollouts_of(self, output) -> list[dict]:

@@ -130,8 +130,8 @@ class Run:
     config: dict
     world: World  # rank, size, device
     inputs: Inputs  # tokenizer, rows, reward functions
-    sampler: object  # the rollout engine
-    engine: object  # the DeepSpeed engine around the policy
+    sampler: object  # the rollout engine, a rollout.Engine
+    engine: object  # always DeepSpeed's, around the policy
     reference: object  # the frozen reference model; None at beta = 0
     experience: Experience
     timer: Timer
