@@ -117,20 +117,22 @@ class Experience:
         completions are all equally good are replaced, in `rows` too."""
         c = self.config
         groups, failed = self.sample(rows, self.places, step, 0, timer)
-        sampled = Sampled(groups, failed, *self.step_rewards(groups, timer))
+        rewards, metrics = self.step_rewards(groups, timer)
+        sampled = Sampled(groups, failed, rewards, metrics)
         if c["resample_equal_groups"]:
             sampled = self.resample(rows, sampled, step, timer)
         self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if failed := sampled.failed:
-            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        if sampled.failed:
+            folder = c["output_dir"]
+            print_above_bar(scoring.save_failures(folder, sampled.failed, step + 1, self.rank))
         completions = sampled.rewards.numel()
         # all ranks reach the same verdict
         scoring.check_failures(sampled.metrics, completions, c["max_reward_failures"])
         return sampled
 
     def resample(self, rows: list[dict], sampled: Sampled, step: int, timer) -> Sampled:
-        """The step after up to resample_equal_groups rounds, in each of which other prompts replace
-        those with equal rewards, in `rows` too."""
+        """What `sampled` becomes in up to resample_equal_groups rounds. In each, other prompts
+        replace those with equal rewards, in `rows` too."""
         groups, failed, rewards, metrics = sampled
         worst = metrics  # of the round with the most failures
         resampled = 0

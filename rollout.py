@@ -892,21 +892,20 @@ def completion_metrics(rollouts: list[dict], n: int) -> dict:
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """A prompt with its best and its worst rollout, special tokens included, as the model sees
     them. It is the first prompt whose rewards differ. If there is none, it is the first prompt,
-    with its first completion and the last one that is another. rewards (p, G)."""
-    place = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
-    G = rewards.shape[1]
-    rollouts = rollouts[place * G : (place + 1) * G]
-    scores = rewards[place].tolist()
-    prompt_ids = rollouts[0]["prompt_ids"]
+    with its first completion and the last that is different. rewards (p, G)."""
+    differs = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
+    group = groups_of(rollouts, len(rewards))[differs]
+    values = rewards[differs].tolist()  # G
+    prompt_ids = group[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
     # index() finds the first of equal ones
-    shown = [scores.index(max(scores)), scores.index(min(scores))]
+    shown = [values.index(max(values)), values.index(min(values))]
     if shown[0] == shown[1]:  # equal rewards
-        first = rollouts[0]["completion_ids"]
-        shown = [0] + [i for i in range(1, G) if rollouts[i]["completion_ids"] != first][-1:]
+        first = group[0]["completion_ids"]
+        shown = [0] + [i for i, r in enumerate(group) if r["completion_ids"] != first][-1:]
     for i in shown:
-        r = rollouts[i]
+        r = group[i]
         ids = r["completion_ids"]
-        what = f"reward {scores[i]:.3f}, {len(ids)} tokens ({r['finish_reason']})"
+        what = f"reward {values[i]:.3f}, {len(ids)} tokens ({r['finish_reason']})"
         lines.append(f"  {what}: {tokenizer.decode(ids)!r}")
     return "\n".join(lines)
