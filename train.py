@@ -345,8 +345,8 @@ def start(c: dict) -> Run:
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
         saved, inputs = resume(resume_path, engine, inputs, c)
-    # The last step is already saved, but "shallow", without a model, because more steps were to
-    # follow. catch_up() saves it again, with the model.
+    # The last step's checkpoint may hold no model ("shallow"), if more steps were to follow when it
+    # was saved. Then catch_up() saves it again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -399,9 +399,9 @@ def enough_memory(phase: str, c: dict):
 def less_memory(phase: str, c: dict) -> str:
     """What to change so that a phase takes less memory, as part of a sentence."""
     length = f"max_completion_length={c['max_completion_length']}"
-    group = "num_generations" if phase == "rollout" else "eval_num_generations"
     if phase in ("rollout", "evaluate"):
-        cure = f"lower {group}={c[group]} or {length}"
+        key = "num_generations" if phase == "rollout" else "eval_num_generations"
+        cure = f"lower {key}={c[key]} or {length}"
         # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
@@ -428,9 +428,10 @@ def learning_rate_at(step: int, c: dict) -> float:
         return peak * (1 - done)
     if c["lr_scheduler_type"] == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
-    if c["lr_scheduler_type"] != "constant":  # a name that was added only to checks.CHOICES
-        raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
-    return peak
+    if c["lr_scheduler_type"] == "constant":
+        return peak
+    # a name that was added only to checks.CHOICES
+    raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
 
 
 def update(
@@ -444,8 +445,8 @@ def update(
     clipped in the first. Seconds are summed."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
-    for parameters in engine.optimizer.param_groups:
-        parameters["lr"] = learning_rate
+    for param_group in engine.optimizer.param_groups:
+        param_group["lr"] = learning_rate
     local_targets = learner.local_targets(targets, run.world)  # (p, G + S) of (P, G + S)
     all_metrics = []  # of each update
     all_applied = True
@@ -723,8 +724,8 @@ def stop_if_folder_is_gone(run: Run) -> None:
 
 
 def stop_after_skipped_updates(run: Run) -> None:
-    """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
-    would change nothing. Warns at the first of them."""
+    """Warns at the first step whose updates were not applied. RunStopped after MAX_SKIPPED_STEPS of
+    them in a row: going on would change nothing."""
     if run.skipped_steps == 1:
         run.say(
             f"warning: step {run.step}: the loss or its gradient is not finite (null in "
