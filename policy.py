@@ -126,8 +126,36 @@ class Policy(torch.nn.Module):
             pooled = sums / lengths[:, None]
         if self.seed_head is None:
             return pooled, None
-        scores = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
-        return pooled, scores.float()
+        logits = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
+        return pooled, logits.float()
+
+
+def completion_mask(lengths):
+    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
+    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+
+def set_temperature(models, temperature: float) -> None:
+    """Sets the temperature at which models compute log-probs: that of the rollouts. models:
+    policies, engines around them, or None."""
+    for model in models:
+        if model is not None:
+            policy = getattr(model, "module", model)  # a DeepSpeed engine has it inside
+            policy.temperature = temperature
+
+
+# --- what a config says about the model
+
+
+def dtype_of(c: dict) -> torch.dtype:
+    if c["dtype"] == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[c["dtype"]]
+
+
+def seed_classes(c: dict) -> int:
+    """Number of classes of the head that InfoSeed's "ce" trains with the policy; 0: no head."""
+    return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
 
 
 # --- a model as it was loaded: what is refused, what is changed
@@ -155,7 +183,7 @@ def check_head(lm) -> None:
     lm.eval()
     hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (1, 8, H)
     plain = (hidden @ head.weight.T).float()  # (1, 8, V)
-    logits = lm(input_ids=ids, use_cache=False).logits.float()
+    logits = lm(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
     lm.train(was_training)
 
     if not logits.isfinite().all():
@@ -357,25 +385,6 @@ def options_refused(c: dict, error: Exception) -> UserError:
     )
 
 
-# --- helpers
-
-
-def seed_classes(c: dict) -> int:
-    """Number of classes of the head that InfoSeed's "ce" trains with the policy; 0: no head."""
-    return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
-
-
-def dtype_of(c: dict) -> torch.dtype:
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    names["auto"] = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return names[c["dtype"]]
-
-
-def completion_mask(lengths):
-    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
-    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-
-
 # --- weights by name
 
 
@@ -400,7 +409,8 @@ def named_weights(lm, zero_stage: int):
     """(name, tensor) of every weight of a Hugging Face model, for a sampler's sync: the same as
     model_weights(), but with tied embeddings under both of their names. A vLLM reload without the
     head's name is silently wrong."""
-    embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings()
+    embeddings = lm.get_input_embeddings().weight
+    head = lm.get_output_embeddings()
     shared = [name for name, p in lm.named_parameters() if p is embeddings and p is head.weight]
     name_of_head = next(name for name, module in lm.named_modules() if module is head)
     for name, tensor in model_weights(lm, zero_stage):
@@ -599,12 +609,3 @@ class WithoutAdapters:
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
-
-
-def set_temperature(models, temperature: float) -> None:
-    """Sets the temperature at which models compute log-probs: that of the rollouts. models:
-    policies, engines around them, or None."""
-    for model in models:
-        if model is not None:
-            policy = getattr(model, "module", model)  # a DeepSpeed engine has it inside
-            policy.temperature = temperature
