@@ -71,6 +71,9 @@ class Sampled(NamedTuple):
 
 
 class Experience:
+    """Samples and scores one step after the other; remembers prompts for the replay, if it is
+    on."""
+
     def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
         self.sampler = sampler
         self.inputs = inputs

@@ -91,7 +91,7 @@ class GroupTargets(NamedTuple):
     # (P,) bool: groups that maxent and flow learn from; for other objectives only metrics use it
     active: torch.Tensor
     advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
-    utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
+    utilities: torch.Tensor | None = None  # (P, G) log q, of which weights and goals are made
     weights: torch.Tensor | None = None  # (P, G) w: maxent learns it, xdr scales advantages by it
     goals: torch.Tensor | None = None  # (P, G) flow's
     group_weight: torch.Tensor | None = None  # (P,)
@@ -132,7 +132,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     if c["unlikeliness_coef"] > 0:
         measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
-        entropies = forward_rows(engine, batch, plan, entropy=True)
+        entropies = forward_rows(engine, batch, plan, entropy=True)  # (N, T)
         measures["entropies"] = gather(entropies.sum(1) / lengths)
     if OBJECTIVES[c["objective"]].term == "semantic_entropy":
         measures["clusters"] = gather(scoring.answer_clusters(rollouts, prompts, right, c))
@@ -184,6 +184,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return group_loss_targets(measured, tau, beta, c)
+    # from here on measured.rewards are the shaped ones
     measured = measured._replace(rewards=shaped_rewards(measured, c))
     G = measured.rewards.shape[1]
     advantages = row_advantages(measured, c)  # (P, G)
@@ -195,7 +196,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     if objective.term == "semantic_entropy":
         entropy = losses.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
         advantages = advantages * losses.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    # from the shaped rewards, like the advantages; only the metrics of the weights use it
+    # only the metrics of the weights use it
     active = ~losses.equal_groups(measured.rewards)
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
@@ -486,7 +487,8 @@ def score_gradients(
             micro_batches.append(rows[plan.split[rows]])
     most = int(across_ranks(torch.tensor(len(micro_batches)), dist.ReduceOp.MAX))
     missing = most - len(micro_batches)
-    logps = forward_rows(engine, batch, MicroBatchPlan(micro_batches, [], missing))  # (N, T)
+    forwards = MicroBatchPlan(resting=micro_batches, learning=[], missing=missing)
+    logps = forward_rows(engine, batch, forwards)  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     split = plan.split.view(-1, G)[:, 0]  # (p,)
     loss = group_loss(scores.view(-1, G)[split], targets.select(split), c, counts)
@@ -803,12 +805,13 @@ def fill_padded(units: list[Unit], budget: int) -> list:
 
 
 def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
-    """The plan of these micro-batches, stretched to as many as the rank with the most has: all
-    ranks need the same number of backwards and, since ZeRO-3 gathers weights in each, of forwards.
+    """The plan of these micro-batches, cut further until this rank has as many as the rank with the
+    most: all ranks need the same number of backwards and, since ZeRO-3 gathers weights in each, of
+    forwards.
 
-    For each missing learning one the largest is halved; if all are single units, a resting unit
-    becomes a learning one (its gradient is 0). Missing resting ones are also made by halving the
-    largest; where none can be halved, idle_forwards() stands in."""
+    A missing learning one is made by halving the largest or, if all are single units, by letting a
+    resting unit learn (its gradient is 0). A missing resting one is made by halving too; where none
+    can be halved, idle_forwards() stands in."""
     while len(learning) < most_learning:
         if not halve_largest(learning):
             # there must be a resting unit, because all ranks have the same number of rows

@@ -124,7 +124,7 @@ def to_device(plan, device: torch.device):
     if device.type == "cpu":
         return plan
     tensors = []
-    map_tensors(tensors.append, plan)
+    map_tensors(tensors.append, plan)  # only collects them: the plan that it returns is dropped
     flat = torch.cat([x.flatten().long() for x in tensors])
     if device.type == "cuda":
         flat = flat.pin_memory()  # without this the host waits for the copy

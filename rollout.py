@@ -869,10 +869,10 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
     """Mean over pairs of n sequences: tokens in both / tokens in either."""
     n = len(group)
     lengths = torch.tensor([len(ids) for ids in group])  # (n,)
-    tokens = torch.cat([torch.tensor(ids) for ids in group])
+    tokens = torch.cat([torch.tensor(ids) for ids in group])  # (k,) of all sequences
     # column: numbers the different tokens from 0
-    _, column = tokens.unique(return_inverse=True)
-    row = torch.arange(n).repeat_interleave(lengths)
+    _, column = tokens.unique(return_inverse=True)  # (k,)
+    row = torch.arange(n).repeat_interleave(lengths)  # (k,)
     present = torch.zeros(n, int(column.max()) + 1)  # (n, different tokens)
     present[row, column] = 1.0
     shared = present @ present.T  # (n, n) sizes of intersections
