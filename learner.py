@@ -208,13 +208,13 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
     ref_scores = measured.ref_scores
     utilities = losses.log_reward_targets(
         shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
-    )
+    )  # (P, G) u = log q
     weights = goals = None
     kind = OBJECTIVES[c["objective"]].group_loss
     if kind == "weights":
-        weights = losses.maxent_weights(utilities, ref_scores, tau, beta)
+        weights = losses.maxent_weights(utilities, ref_scores, tau, beta)  # (P, G)
     elif kind == "balance":
-        goals = losses.balance_goals(utilities, ref_scores, tau, beta)
+        goals = losses.balance_goals(utilities, ref_scores, tau, beta)  # (P, G)
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
         task_rewards=measured.task_rewards,

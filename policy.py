@@ -398,11 +398,15 @@ class ParameterCounts(NamedTuple):
 def count_parameters(module) -> ParameterCounts:
     total = trained = 0
     for parameter in module.parameters():
-        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        total += size
-        trained += size if parameter.requires_grad else 0
+        total += numel_of(parameter)
+        if parameter.requires_grad:
+            trained += numel_of(parameter)
     return ParameterCounts(total, trained)
+
+
+def numel_of(parameter) -> int:
+    """Numbers in a parameter. Under ZeRO-3 its own numel() is 0 until it is gathered."""
+    return getattr(parameter, "ds_numel", parameter.numel())
 
 
 def named_weights(lm, zero_stage: int):
@@ -452,15 +456,13 @@ def model_weights(lm, zero_stage: int):
             yield weight.name, parts[0] if weight.layer is None else merged(weight.layer, *parts)
 
 
-def portions(weights: list, parameters_of) -> list[list]:
+def portions(weights, parameters_of) -> list[list]:
     """The weights in order, in lists whose parameters take at most GATHERED_BYTES, or of a single
-    larger weight."""
+    larger weight. parameters_of(weight): those that it is made of."""
     lists = []
     size = 0  # bytes in the last list
     for weight in weights:
-        added = 0
-        for p in parameters_of(weight):
-            added += getattr(p, "ds_numel", p.numel()) * p.element_size()  # ds_numel: ZeRO-3's
+        added = sum(numel_of(p) * p.element_size() for p in parameters_of(weight))
         if not lists or size + added > GATHERED_BYTES:
             lists.append([])
             size = 0

@@ -521,7 +521,7 @@ class VllmEngine(Engine):
         self.keeps_weights = self.sleeps and stays_on_gpu(self.weight_bytes(), device_bytes(device))
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.process_group = None
-        if self.size > 1:  # these ranks must make the same requests, so they pool their prompts
+        if self.size > 1:  # these ranks must all make the same requests, see all_requests()
             self.process_group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
@@ -544,14 +544,14 @@ class VllmEngine(Engine):
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         local_requests = list(zip(prompts_ids, sampling.seeds))
-        requests, before = self.pool(local_requests)  # before: how many of them come before ours
+        requests, before = self.all_requests(local_requests)  # before: how many precede ours
         prompts = []
         params = []
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers requests by a counter; next() takes one number, and the pooled requests get
-        # those after it
+        # vLLM numbers requests by a counter; next() takes one number, and the requests get those
+        # after it
         start = next(self.llm.request_counter) + 1 + before
         local_ids = range(start, start + len(local_requests))
         self.llm.enqueue(prompts, params, use_tqdm=False)
@@ -593,18 +593,18 @@ class VllmEngine(Engine):
             )
         return rollouts
 
-    def pool(self, requests: list) -> tuple[list, int]:
+    def all_requests(self, local_requests: list) -> tuple[list, int]:
         """The requests of all ranks that share this engine, in rank order, and how many come before
         this rank's."""
         if self.size == 1:
-            return requests, 0
+            return local_requests, 0
         shares = [None] * self.size
-        dist.all_gather_object(shares, requests, group=self.process_group)
-        pooled = []
+        dist.all_gather_object(shares, local_requests, group=self.process_group)
+        requests = []
         for share in shares:
-            pooled += share
+            requests += share
         before = shares[: dist.get_rank(self.process_group)]
-        return pooled, sum(map(len, before))
+        return requests, sum(map(len, before))
 
     def sync(self, named_parameters) -> None:
         self.llm.collective_rpc(
@@ -849,12 +849,12 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     of different tokens and bigrams, and jaccard, the mean Jaccard overlap of two completions' token
     sets. Each is a mean over groups. When distinct falls and jaccard rises, a collapse is near."""
     sums = torch.zeros(3, dtype=torch.float64)
-    for rows in groups_of(rollouts, len(rollouts) // n):
-        group = [r["completion_ids"] for r in rows]
-        bigrams = [list(pairwise(ids)) for ids in group]
-        sums[0] += distinct(group)
+    for group in groups_of(rollouts, len(rollouts) // n):
+        completions_ids = [r["completion_ids"] for r in group]
+        bigrams = [list(pairwise(ids)) for ids in completions_ids]
+        sums[0] += distinct(completions_ids)
         sums[1] += distinct(bigrams)
-        sums[2] += jaccard(group)  # defined: a group has at least two completions
+        sums[2] += jaccard(completions_ids)  # defined: a group has at least two completions
     means = (sums / (len(rollouts) // n)).tolist()
     names = ("completions/distinct_1", "completions/distinct_2", "completions/jaccard")
     return dict(zip(names, means))
