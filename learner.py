@@ -4,8 +4,8 @@ and on many.
     measured = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(measured, tau, beta, config)    # weights, advantages, active groups
     counts = step_counts(targets, measured.lengths)
-    targets = local_targets(targets, world)    # this rank's groups, (p, G)
-    metrics = accumulate_gradients(engine, batch, targets, beta, config, counts)
+    local = local_targets(targets, world)    # this rank's groups, (p, G)
+    metrics = accumulate_gradients(engine, batch, local, beta, config, counts)
     engine.step()
 
 A row is a completion with its prompt (not, as in experience.py, a row of the dataset). P prompts of

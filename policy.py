@@ -6,7 +6,7 @@ weights by name, its adapters.
 
 n rows with k completion tokens in all; T tokens of the longest completion, W of the longest row
 (prompt and completion), M of the packed row, in which shared tokens count once; H hidden size, V
-vocabulary.
+vocabulary, S InfoSeed's seeds.
 """
 
 import inspect
@@ -47,9 +47,11 @@ class TokenPlaces(NamedTuple):
 
 class Policy(torch.nn.Module):
     """A causal language model whose forward returns log-probs of completion tokens, never
-    logits. seeds: classes of InfoSeed's linear head, 0 for none; pack: see packing.py."""
+    logits. seed_classes: of InfoSeed's linear head, 0 for none; pack: see packing.py."""
 
-    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
+    def __init__(
+        self, lm, temperature: float, chunk: int, seed_classes: int = 0, pack: bool = True
+    ):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -59,9 +61,9 @@ class Policy(torch.nn.Module):
         if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
         self.seed_head = None
-        if seeds:  # InfoSeed's "ce": hidden state -> which seed
+        if seed_classes:  # InfoSeed's "ce": hidden state -> which seed
             head = lm.get_output_embeddings().weight  # (V, H)
-            self.seed_head = torch.nn.Linear(head.shape[1], seeds, dtype=head.dtype)
+            self.seed_head = torch.nn.Linear(head.shape[1], seed_classes, dtype=head.dtype)
         if pack:
             packing.prepare(lm)
 
@@ -126,7 +128,7 @@ class Policy(torch.nn.Module):
             pooled = sums / lengths[:, None]
         if self.seed_head is None:
             return pooled, None
-        logits = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
+        logits = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, S)
         return pooled, logits.float()
 
 

@@ -186,7 +186,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     warning = make_trainable(lm, c["model"])
     lm.train(trains).requires_grad_(trains)
     dropout = turn_off_dropout(lm)
-    seeds = 0  # classes of InfoSeed's head
+    classes = 0  # of InfoSeed's head
     if trains:  # what follows is printed once, not for the reference too
         if warning:
             say_on_rank_0(warning)
@@ -199,9 +199,9 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         if c["lora_rank"]:
             say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
-        seeds = seed_classes(c)
+        classes = seed_classes(c)
     # the first temperature only: set_temperature() follows the schedule
-    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
+    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, classes, c["pack_sequences"])
 
 
 def load_policy(c: dict, device):
@@ -435,7 +435,7 @@ def learning_rate_at(step: int, c: dict) -> float:
 
 
 def update(
-    run: Run, batch: dict, targets: learner.GroupTargets, counts: dict, seeds: infoseed.Seeds
+    run: Run, batch: dict, local_targets: learner.GroupTargets, counts: dict, seeds: infoseed.Seeds
 ) -> dict:
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
     run.skipped_steps and batch["old_logps"].
@@ -447,7 +447,6 @@ def update(
     learning_rate = learning_rate_at(run.step, c)
     for param_group in engine.optimizer.param_groups:
         param_group["lr"] = learning_rate
-    local_targets = learner.local_targets(targets, run.world)  # (p, G + S) of (P, G + S)
     all_metrics = []  # of each update
     all_applied = True
     for i in range(c["num_iterations"]):
@@ -704,13 +703,12 @@ def log_step(run: Run, metrics: dict, bar) -> None:
     bar.update()
 
 
-def show_rollouts(run: Run, collected, targets: learner.GroupTargets) -> None:
+def show_rollouts(run: Run, collected, local_targets: learner.GroupTargets) -> None:
     """In some steps writes or prints the completions, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         with needs_folder(run):
             functions = run.inputs.reward_functions
-            local_targets = learner.local_targets(targets, run.world)
             log_rollouts(run.folder, collected, local_targets, functions, run.step)
     if run.step in (1, c["max_steps"]):
         rewards = collected.local_rewards[:, :G]  # without InfoSeed's
@@ -812,11 +810,12 @@ def train(run: Run) -> None:
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
+            local_targets = learner.local_targets(targets, run.world)  # (p, G + S)
             counts = learner.step_counts(targets, measured.lengths)
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
-            metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
+            metrics = update(run, batch, local_targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run. Only after 6,
             # because the trainer's log-probs are by-products of the forwards in 5. Without the S
             # rows, which may be trained under another prompt than they were sampled with
@@ -845,7 +844,7 @@ def train(run: Run) -> None:
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
         log_step(run, metrics, bar)
-        show_rollouts(run, collected, targets)
+        show_rollouts(run, collected, local_targets)
         for warning in run.symptoms.warnings(run.step, collected, metrics, tau, beta):
             run.say(warning)
         stop_after_skipped_updates(run)
