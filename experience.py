@@ -218,8 +218,8 @@ class Experience:
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
-            # otherwise a remembered prompt that has nothing left to teach would be chosen again and
-            # again
+            # otherwise a remembered prompt that has nothing left to teach would be chosen in every
+            # step
             self.replay.update([rows[place] for place in replaced], rewards[equal, :G])
         fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
         for place in replaced:
@@ -239,18 +239,22 @@ class Experience:
 # --- for a person to read
 
 
-def log_rollouts(folder, collected: Collected, targets, functions: list, step: int) -> None:
+def log_rollouts(folder, collected: Collected, local_targets, functions: list, step: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl, each with what the
-    objective asked of it. targets: this rank's learner.GroupTargets."""
+    objective asked of it. local_targets: learner.GroupTargets (p, G + S)."""
     rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
     rewards_per_func = collected.rewards_per_func.flatten(0, 1)  # (p * (G + S), F)
     right = collected.right.flatten().tolist()
-    asked = {}  # {name: of each row} of those that this objective has
-    named = {"advantage": targets.advantages, "weight": targets.weights, "goal": targets.goals}
-    for name, values in named.items():  # (p, G + S) or None
+    named = {  # (p, G + S) or None
+        "advantage": local_targets.advantages,
+        "weight": local_targets.weights,
+        "goal": local_targets.goals,
+    }
+    asked = {}  # {name: its value for each row}, without those that this objective does not have
+    for name, values in named.items():
         if values is not None:
             asked[name] = values.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:
