@@ -43,7 +43,7 @@ class Collected(NamedTuple):
     rewards_per_func: torch.Tensor  # (p, G + S, F) of each completion
     right: torch.Tensor  # (p, G + S) bool: which completions are correct
     rewards: torch.Tensor  # (P, G + S) of the whole step, the same on every rank
-    metrics: dict  # of rewards, engine and resampling, for the whole step, the same on every rank
+    metrics: dict  # of rewards, sampler and resampling, of the whole step, the same on every rank
 
     @property
     def local_rewards(self) -> torch.Tensor:
@@ -71,6 +71,9 @@ class Sampled(NamedTuple):
 
 
 class Experience:
+    """Samples and scores one step after the other; remembers prompts for the replay, if it is
+    on."""
+
     def __init__(self, sampler, inputs: Inputs, config: dict, world: World, replay_state: dict):
         self.sampler = sampler
         self.inputs = inputs
@@ -117,20 +120,22 @@ class Experience:
         completions are all equally good are replaced, in `rows` too."""
         c = self.config
         groups, failed = self.sample(rows, self.places, step, 0, timer)
-        sampled = Sampled(groups, failed, *self.step_rewards(groups, timer))
+        rewards, metrics = self.step_rewards(groups, timer)
+        sampled = Sampled(groups, failed, rewards, metrics)
         if c["resample_equal_groups"]:
             sampled = self.resample(rows, sampled, step, timer)
         self.sampler.sleep()  # its memory is the learner's until the next rollout
-        if failed := sampled.failed:
-            print_above_bar(scoring.save_failures(c["output_dir"], failed, step + 1, self.rank))
+        if sampled.failed:
+            folder = c["output_dir"]
+            print_above_bar(scoring.save_failures(folder, sampled.failed, step + 1, self.rank))
         completions = sampled.rewards.numel()
         # all ranks reach the same verdict
         scoring.check_failures(sampled.metrics, completions, c["max_reward_failures"])
         return sampled
 
     def resample(self, rows: list[dict], sampled: Sampled, step: int, timer) -> Sampled:
-        """The step after up to resample_equal_groups rounds, in each of which other prompts replace
-        those with equal rewards, in `rows` too."""
+        """What `sampled` becomes in up to resample_equal_groups rounds. In each, other prompts
+        replace those with equal rewards, in `rows` too."""
         groups, failed, rewards, metrics = sampled
         worst = metrics  # of the round with the most failures
         resampled = 0
@@ -139,7 +144,7 @@ class Experience:
             if not equal.any():
                 break
             places = self.replace_rows(rows, equal, rewards, step, attempt)
-            # called even without places, because ranks that share an engine sample together
+            # called even without places, because ranks that share a sampler call it together
             replacements, new_failed = self.sample(rows, places, step, attempt, timer)
             groups = groups | replacements
             failed = failed + new_failed
@@ -158,7 +163,7 @@ class Experience:
         with timer("rollout"):
             prompts, G, sampling, group_done = self.request(asked, places, step, attempt)
             rollouts = rollout.generate(self.sampler, tokenizer, prompts, G, sampling, group_done)
-            # called even without rows, because ranks that share an engine ask it together
+            # called even without rows, because ranks that share a sampler call it together
             rollouts = infoseed.add_completions(
                 self.sampler, tokenizer, asked, rollouts, sampling, self.config
             )
@@ -172,7 +177,7 @@ class Experience:
     def request(self, rows: list[dict], places, step: int, attempt: int) -> tuple:
         """The arguments of rollout.generate() for these rows: (prompts, G, sampling, group_done).
 
-        The engine calls group_done with a prompt's completions as soon as they are complete. That
+        The sampler calls group_done with a prompt's completions as soon as they are complete. That
         starts their scoring while other prompts are still being sampled. scoring.measure() waits
         for all of them."""
         c = self.config
@@ -213,8 +218,8 @@ class Experience:
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
-            # otherwise a remembered prompt that has nothing left to teach would be chosen again and
-            # again
+            # otherwise a remembered prompt that has nothing left to teach would be chosen in every
+            # step
             self.replay.update([rows[place] for place in replaced], rewards[equal, :G])
         fresh = step_rows(self.inputs, self.replay, step, self.config, attempt)
         for place in replaced:
@@ -223,7 +228,8 @@ class Experience:
 
     def ask_ahead(self, step: int) -> None:
         """Starts to sample a later step in the background, with the weights that the servers hold
-        now. The engine keeps the completions until generate() is called with the same arguments."""
+        now. The sampler keeps the completions until generate() is called with the same
+        arguments."""
         rows = step_rows(self.inputs, self.replay, step, self.config)
         local_rows = [rows[place] for place in self.places]
         request = self.request(local_rows, self.places, step, 0)
@@ -233,18 +239,22 @@ class Experience:
 # --- for a person to read
 
 
-def log_rollouts(folder, collected: Collected, targets, functions: list, step: int) -> None:
+def log_rollouts(folder, collected: Collected, local_targets, functions: list, step: int) -> None:
     """Writes all rollouts of this rank to rollouts/step_N.rank_r.jsonl, each with what the
-    objective asked of it. targets: this rank's learner.GroupTargets."""
+    objective asked of it. local_targets: learner.GroupTargets (p, G + S)."""
     rewards = collected.local_rewards  # (p, G + S)
     path = folder / "rollouts" / f"step_{step:06d}.rank_{collected.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
     size = rewards.shape[1]  # G + S
     rewards_per_func = collected.rewards_per_func.flatten(0, 1)  # (p * (G + S), F)
     right = collected.right.flatten().tolist()
-    asked = {}  # {name: of each row} of those that this objective has
-    named = {"advantage": targets.advantages, "weight": targets.weights, "goal": targets.goals}
-    for name, values in named.items():  # (p, G + S) or None
+    named = {  # (p, G + S) or None
+        "advantage": local_targets.advantages,
+        "weight": local_targets.weights,
+        "goal": local_targets.goals,
+    }
+    asked = {}  # {name: its value for each row}, without those that this objective does not have
+    for name, values in named.items():
         if values is not None:
             asked[name] = values.flatten().tolist()
     with open(path, "w", encoding="utf-8") as file:

@@ -63,8 +63,8 @@ def add_completions(
 
     p = len(rows)
     joined = []
-    for group, seeds in zip(rollout.groups_of(rollouts, p), rollout.groups_of(seeded, p)):
-        joined += group + seeds
+    for plain, with_seeds in zip(rollout.groups_of(rollouts, p), rollout.groups_of(seeded, p)):
+        joined += plain + with_seeds  # G + S
     return joined
 
 
@@ -77,9 +77,10 @@ def info_nce(h, S: int, temperature: float):
     seed = rows % S
     prompt = rows // S
     itself = torch.eye(len(h), dtype=torch.bool)
-    unit = torch.nn.functional.normalize(h, dim=1)
-    logits = (unit @ unit.T / temperature).masked_fill(itself, -math.inf)  # k != i
-    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)  # (P * S, P * S): j in P(i)
+    unit = torch.nn.functional.normalize(h, dim=1)  # (P * S, H)
+    # (P * S, P * S), like the two below; k != i
+    logits = (unit @ unit.T / temperature).masked_fill(itself, -math.inf)
+    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)  # j in P(i)
     # masked_fill, not a product: a row's own entry is -inf
     log_p = logits.log_softmax(1).masked_fill(~positive, 0.0)
     return -(log_p.sum(1) / positive.sum(1)).mean()
@@ -125,7 +126,7 @@ def features(engine, batch: dict, c: dict) -> tuple:
     """(h (P * S, H), log q (P * S, S)) of all ranks' seed rows, under the current weights."""
     rows, h, logits = zip(*forwards(engine, batch, c))
     order = torch.cat(rows).argsort()  # micro-batches take the rows in another order
-    h = gather_rows(torch.cat(h)[order])
+    h = gather_rows(torch.cat(h)[order])  # (P * S, H)
     if logits[0] is None:  # only "ce" trains a head
         return h, seed_logps(h, c["info_seed_num_seeds"], c["info_seed_temperature"])
     return h, gather_rows(torch.cat(logits)[order]).log_softmax(1)

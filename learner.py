@@ -4,8 +4,8 @@ and on many.
     measured = measure_groups(engine, reference, batch, collected, rewards, config)  # (P, G) each
     targets = group_targets(measured, tau, beta, config)    # weights, advantages, active groups
     counts = step_counts(targets, measured.lengths)
-    targets = local_targets(targets, world)    # this rank's groups, (p, G)
-    metrics = accumulate_gradients(engine, batch, targets, beta, config, counts)
+    local = local_targets(targets, world)    # this rank's groups, (p, G)
+    metrics = accumulate_gradients(engine, batch, local, beta, config, counts)
     engine.step()
 
 A row is a completion with its prompt (not, as in experience.py, a row of the dataset). P prompts of
@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-import loss as L
+import loss as losses  # `loss` is a value here
 import packing
 import rollout
 import scoring
@@ -91,7 +91,7 @@ class GroupTargets(NamedTuple):
     # (P,) bool: groups that maxent and flow learn from; for other objectives only metrics use it
     active: torch.Tensor
     advantages: torch.Tensor | None = None  # (P, G) for a policy gradient
-    utilities: torch.Tensor | None = None  # (P, G) what weights and goals are made of
+    utilities: torch.Tensor | None = None  # (P, G) log q, of which weights and goals are made
     weights: torch.Tensor | None = None  # (P, G) w: maxent learns it, xdr scales advantages by it
     goals: torch.Tensor | None = None  # (P, G) flow's
     group_weight: torch.Tensor | None = None  # (P,)
@@ -132,7 +132,7 @@ def measure_groups(engine, reference, batch: dict, collected, rewards, c: dict) 
     if c["unlikeliness_coef"] > 0:
         measures["seq_logps"] = gather(batch["sampler_logps"].sum(1))
     if c["policy_entropy_bonus_coef"] > 0:
-        entropies = forward_rows(engine, batch, plan, entropy=True)
+        entropies = forward_rows(engine, batch, plan, entropy=True)  # (N, T)
         measures["entropies"] = gather(entropies.sum(1) / lengths)
     if OBJECTIVES[c["objective"]].term == "semantic_entropy":
         measures["clusters"] = gather(scoring.answer_clusters(rollouts, prompts, right, c))
@@ -163,7 +163,7 @@ def reference_logps(reference, batch: dict, plan: MicroBatchPlan, c: dict):
 def maxent_scores(logps, lengths, c: dict):
     """Sequence scores (n,), by maxent_score_norm and maxent_score_scale. The reference's tilt the
     weights; the policy's are used by the loss and by the meta-controller."""
-    return L.sequence_scores(
+    return losses.sequence_scores(
         logps,
         lengths,
         c["maxent_score_norm"],
@@ -184,6 +184,7 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
     objective = OBJECTIVES[c["objective"]]
     if objective.group_loss:
         return group_loss_targets(measured, tau, beta, c)
+    # from here on measured.rewards are the shaped ones
     measured = measured._replace(rewards=shaped_rewards(measured, c))
     G = measured.rewards.shape[1]
     advantages = row_advantages(measured, c)  # (P, G)
@@ -193,10 +194,10 @@ def group_targets(measured: GroupMeasures, tau: float, beta: float, c: dict) -> 
         if not math.isinf(tau):  # at infinity the advantages stay those of dr_grpo, to the bit
             advantages = G * weights * advantages
     if objective.term == "semantic_entropy":
-        entropy = L.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
-        advantages = advantages * L.semantic_scale(entropy, c["seed_grpo_alpha"], G)
-    # from the shaped rewards, like the advantages; only the metrics of the weights use it
-    active = ~L.equal_groups(measured.rewards)
+        entropy = losses.semantic_entropy(measured.clusters, measured.mean_logps)  # (P,)
+        advantages = advantages * losses.semantic_scale(entropy, c["seed_grpo_alpha"], G)
+    # only the metrics of the weights use it
+    active = ~losses.equal_groups(measured.rewards)
     return GroupTargets(measured.task_rewards, active, advantages=advantages, weights=weights)
 
 
@@ -205,24 +206,24 @@ def group_loss_targets(measured: GroupMeasures, tau: float, beta: float, c: dict
     Under maxent_loss="policy_gradient" the weights become advantages."""
     rewards = measured.rewards
     ref_scores = measured.ref_scores
-    utilities = L.log_reward_targets(
+    utilities = losses.log_reward_targets(
         shaped_rewards(measured, c), c["maxent_q_temperature"], c["maxent_q_epsilon"]
-    )
+    )  # (P, G) u = log q
     weights = goals = None
     kind = OBJECTIVES[c["objective"]].group_loss
     if kind == "weights":
-        weights = L.maxent_weights(utilities, ref_scores, tau, beta)
+        weights = losses.maxent_weights(utilities, ref_scores, tau, beta)  # (P, G)
     elif kind == "balance":
-        goals = L.balance_goals(utilities, ref_scores, tau, beta)
+        goals = losses.balance_goals(utilities, ref_scores, tau, beta)  # (P, G)
     spread = c["maxent_group_weight"] == "spread"
     targets = GroupTargets(
         task_rewards=measured.task_rewards,
         # from the rewards before shaping: unlikeliness_coef must not make an equal group active
-        active=L.active_groups(rewards, skipped_groups(c)),
+        active=losses.active_groups(rewards, skipped_groups(c)),
         utilities=utilities,
         weights=weights,
         goals=goals,
-        group_weight=L.reward_spread(rewards) if spread else None,
+        group_weight=losses.reward_spread(rewards) if spread else None,
     )
     if is_policy_gradient(c):
         targets = targets._replace(advantages=weight_advantages(targets))
@@ -252,28 +253,28 @@ def row_advantages(measured: GroupMeasures, c: dict):
             f'advantage="own" in checks.OBJECTIVES promises one: add it, or take a formula of '
             f"loss.ADVANTAGES"
         )
-    formula = L.ADVANTAGES[name]
+    formula = losses.ADVANTAGES[name]
     return formula(measured.rewards, scale_of(c), c["pkpo_k"])
 
 
 def row_weights(advantages, measured: GroupMeasures, tau: float, beta: float, c: dict):
     """xdr's weights of the rows within their groups, (P, G)."""
-    longest = c["max_completion_length"]
-    utilities = L.xdr_utilities(advantages, measured.lengths, c["xdr_utility"], longest)
+    max_length = c["max_completion_length"]
+    utilities = losses.xdr_utilities(advantages, measured.lengths, c["xdr_utility"], max_length)
     taus = [tau] * len(advantages)
     if c["xdr_mode_adaptive_tau"]:
-        taus = L.mode_adaptive_tau(tau, measured.correct_modes)
+        taus = losses.mode_adaptive_tau(tau, measured.correct_modes)
     tilt = beta if c["xdr_ref_tilt"] else 0.0  # without the tilt, beta weights a KL in the loss
-    return L.xdr_weights(utilities, measured.ref_scores, taus, tilt)
+    return losses.xdr_weights(utilities, measured.ref_scores, taus, tilt)
 
 
 def shaped_rewards(measured: GroupMeasures, c: dict):
     """The rewards, (P, G), changed by unlikeliness_coef and policy_entropy_bonus_coef."""
     rewards = measured.rewards
     if measured.seq_logps is not None:
-        rewards = L.unlikely_rewards(rewards, measured.seq_logps, c["unlikeliness_coef"])
+        rewards = losses.unlikely_rewards(rewards, measured.seq_logps, c["unlikeliness_coef"])
     if measured.entropies is not None:
-        bonus = L.entropy_bonus(rewards, measured.entropies, c["policy_entropy_bonus_coef"])
+        bonus = losses.entropy_bonus(rewards, measured.entropies, c["policy_entropy_bonus_coef"])
         rewards = rewards + bonus
     return rewards
 
@@ -307,14 +308,14 @@ def loss_scores(logps, lengths, c: dict):
     """The sequence scores (n,) that group_loss compares, normalised as the loss in use wants
     them."""
     kind = OBJECTIVES[c["objective"]].group_loss
-    longest = c["max_completion_length"]
+    max_length = c["max_completion_length"]
     # maxent_score_scale is left out of mle, a likelihood, and of the mode-entropy term (last line),
     # which is in nats
     if kind == "weights" and c["maxent_loss"] == "mle":
-        return L.sequence_scores(logps, lengths, "length", longest)
+        return losses.sequence_scores(logps, lengths, "length", max_length)
     if kind:
         return maxent_scores(logps, lengths, c)
-    return L.sequence_scores(logps, lengths, c["mode_entropy_score_norm"], longest)
+    return losses.sequence_scores(logps, lengths, c["mode_entropy_score_norm"], max_length)
 
 
 def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
@@ -324,21 +325,21 @@ def group_loss(scores, targets: GroupTargets, c: dict, counts: dict):
     active = targets.active  # (p,) bool
     group_weight = targets.group_weight  # (p,) or None
     if kind == "balance":
-        return L.balance_loss(scores, targets.goals, active, counts["active"], group_weight)
+        return losses.balance_loss(scores, targets.goals, active, counts["active"], group_weight)
     if kind == "weights" and c["maxent_loss"] == "mle":
-        return L.mle_loss(scores, targets.weights, active, counts["active"], group_weight)
+        return losses.mle_loss(scores, targets.weights, active, counts["active"], group_weight)
     if kind == "weights":
         floored = None
         if c["maxent_loss"] == "floored":  # rows below the mean reward of their group
-            floored = L.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
-        return L.listwise_loss(
+            floored = losses.group_advantages(targets.task_rewards, "none") < 0  # (p, G)
+        return losses.listwise_loss(
             scores, targets.weights, active, counts["active"], group_weight, floored
         )
     if kind:  # a name that was added only to checks.Objective
         raise ValueError(f"learner.group_loss has no group_loss={kind!r}")
-    # summed log-probs are divided by the longest length; the other scores are already per token
-    longest = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
-    loss = L.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * longest)
+    # summed log-probs are divided by the maximal length; the other scores are already per token
+    max_length = c["max_completion_length"] if c["mode_entropy_score_norm"] == "sum" else 1
+    loss = losses.mode_entropy_loss(scores, targets.task_rewards, counts["prompts"] * max_length)
     return c["mode_entropy_coef"] * loss
 
 
@@ -348,7 +349,7 @@ def surrogate(logps, micro_batch: dict, c: dict) -> tuple:
     log_ratio = logps - micro_batch["old_logps"]
     ratio = OBJECTIVES[c["objective"]].ratio
     if ratio == "cispo":
-        return L.cispo_surrogate(
+        return losses.cispo_surrogate(
             logps, log_ratio, micro_batch["advantages"], c["cispo_epsilon_max"]
         )
     if ratio == "sequence":
@@ -356,7 +357,9 @@ def surrogate(logps, micro_batch: dict, c: dict) -> tuple:
     elif ratio != "token":  # a name that was added only to checks.Objective
         raise ValueError(f"learner.surrogate has no ratio={ratio!r}")
     high = c["epsilon_high"] if c["epsilon_high"] >= 0 else c["epsilon"]  # -1: epsilon
-    return L.clipped_surrogate(log_ratio, micro_batch["advantages"], c["epsilon"], high, c["delta"])
+    return losses.clipped_surrogate(
+        log_ratio, micro_batch["advantages"], c["epsilon"], high, c["delta"]
+    )
 
 
 def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: dict) -> tuple:
@@ -364,7 +367,7 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
     clipped below, tokens clipped above, sum of all tokens' KL)."""
     objective = OBJECTIVES[c["objective"]]
     mask = completion_mask(micro_batch["lengths"])  # (n, T)
-    token_weight = L.token_weights(
+    token_weight = losses.token_weights(
         objective.token_sum, mask, counts["rows"], counts["tokens"], c["max_completion_length"]
     )  # (n, T)
     total = logps.new_zeros(())
@@ -376,7 +379,7 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
         if gain.shape not in (per_token, per_row):  # (n, n), say, would be summed where T = 1
             allowed = f"{tuple(per_token)} or {per_row}"
             raise ValueError(f"learner.surrogate gives {tuple(gain.shape)}, not {allowed}")
-        correction = L.importance_ratio(
+        correction = losses.importance_ratio(
             micro_batch["old_logps"],
             micro_batch["sampler_logps"],
             micro_batch["lengths"],
@@ -388,9 +391,9 @@ def token_loss(logps, entropy, micro_batch: dict, beta: float, c: dict, counts: 
         total = total - c["token_entropy_coef"] * (token_weight * entropy).sum()
     if "ref_logps" in micro_batch:
         # measured even where the loss has no such term, because it may steer beta
-        kl_sum = (L.k3_kl(logps.detach(), micro_batch["ref_logps"]) * mask).sum()
+        kl_sum = (losses.k3_kl(logps.detach(), micro_batch["ref_logps"]) * mask).sum()
         if adds_kl(c):
-            estimator = {"k2": L.k2_kl, "k3": L.k3_kl}[c["kl_loss_type"]]
+            estimator = {"k2": losses.k2_kl, "k3": losses.k3_kl}[c["kl_loss_type"]]
             kl = estimator(logps, micro_batch["ref_logps"])  # (n, T)
             total = total + beta * (token_weight * kl).sum()
     return total, (low & mask).sum(), (high & mask).sum(), kl_sum
@@ -420,8 +423,8 @@ def rewards_teach(rewards, c: dict):
     wants to keep. Unlike may_have_gradient() it leaves out what acts on a group whatever its
     rewards: a KL, an entropy bonus, a user's formula that looks beyond the group."""
     if OBJECTIVES[c["objective"]].group_loss:
-        return L.active_groups(rewards, skipped_groups(c))
-    differ = ~L.equal_groups(rewards)  # in equal groups the entropy bonus is 0 too
+        return losses.active_groups(rewards, skipped_groups(c))
+    differ = ~losses.equal_groups(rewards)  # in equal groups the entropy bonus is 0 too
     if c["unlikeliness_coef"] > 0:  # tells equally right answers apart, but not wrong ones
         differ |= (rewards > 0).any(1)
     return differ
@@ -436,7 +439,7 @@ def resting_rows(targets: GroupTargets, beta: float, c: dict):
     if is_policy_gradient(c):
         rests = (targets.advantages == 0).all(1)
         if c["mode_entropy_coef"] > 0:
-            rests &= L.equal_groups(targets.task_rewards)
+            rests &= losses.equal_groups(targets.task_rewards)
     return rests.repeat_interleave(targets.task_rewards.shape[1])
 
 
@@ -484,7 +487,8 @@ def score_gradients(
             micro_batches.append(rows[plan.split[rows]])
     most = int(across_ranks(torch.tensor(len(micro_batches)), dist.ReduceOp.MAX))
     missing = most - len(micro_batches)
-    logps = forward_rows(engine, batch, MicroBatchPlan(micro_batches, [], missing))  # (N, T)
+    forwards = MicroBatchPlan(resting=micro_batches, learning=[], missing=missing)
+    logps = forward_rows(engine, batch, forwards)  # (N, T)
     scores = loss_scores(logps, batch["lengths"], c).requires_grad_()  # (N,)
     split = plan.split.view(-1, G)[:, 0]  # (p,)
     loss = group_loss(scores.view(-1, G)[split], targets.select(split), c, counts)
@@ -630,10 +634,10 @@ def weight_metrics(targets: GroupTargets, batch: dict, c: dict) -> dict:
     whole step's."""
     if targets.weights is None:
         return {}
-    metrics = L.weight_metrics(targets.weights, targets.task_rewards, targets.active)
+    metrics = losses.weight_metrics(targets.weights, targets.task_rewards, targets.active)
     if uses_scores(c):  # only then are these scores in the loss
         scores = policy_scores(batch, targets.weights.shape[1], c)  # (P, G)
-        metrics |= L.pull(scores, targets.weights, targets.active)
+        metrics |= losses.pull(scores, targets.weights, targets.active)
     return metrics
 
 
@@ -643,7 +647,7 @@ def group_metrics(rewards, lengths) -> dict:
     return {
         "reward": rewards.mean().item(),
         "reward_std": rewards.std(1).mean().item(),
-        "frac_reward_zero_std": L.equal_groups(rewards).float().mean().item(),
+        "frac_reward_zero_std": losses.equal_groups(rewards).float().mean().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/max_length": lengths.max().item(),
     }
@@ -801,12 +805,13 @@ def fill_padded(units: list[Unit], budget: int) -> list:
 
 
 def stretch(resting: list, learning: list, most_resting: int, most_learning: int) -> MicroBatchPlan:
-    """The plan of these micro-batches, stretched to as many as the rank with the most has: all
-    ranks need the same number of backwards and, since ZeRO-3 gathers weights in each, of forwards.
+    """The plan of these micro-batches, cut further until this rank has as many as the rank with the
+    most: all ranks need the same number of backwards and, since ZeRO-3 gathers weights in each, of
+    forwards.
 
-    For each missing learning one the largest is halved; if all are single units, a resting unit
-    becomes a learning one (its gradient is 0). Missing resting ones are also made by halving the
-    largest; where none can be halved, idle_forwards() stands in."""
+    A missing learning one is made by halving the largest or, if all are single units, by letting a
+    resting unit learn (its gradient is 0). A missing resting one is made by halving too; where none
+    can be halved, idle_forwards() stands in."""
     while len(learning) < most_learning:
         if not halve_largest(learning):
             # there must be a resting unit, because all ranks have the same number of rows

@@ -52,7 +52,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# --- rewards to advantages and weights, (P, G) in, (P, G) out
+# --- from the rewards of a step, (P, G), to advantages and weights of its rows, (P, G)
 
 
 def equal_groups(rewards: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def log_reward_targets(rewards: Tensor, temperature: float, epsilon: float) -> T
     if not 0 <= epsilon * G <= 1 + 1e-6:
         raise ValueError(f"maxent_q_epsilon={epsilon} must lie between 0 and 1/G = {1 / G:.4f}")
     # subtracted before dividing, so that adding a constant to a group changes nothing
-    best = rewards.amax(1, keepdim=True)
-    log_softmax = ((rewards - best) / temperature).log_softmax(1)
+    best = rewards.amax(1, keepdim=True)  # (P, 1)
+    log_softmax = ((rewards - best) / temperature).log_softmax(1)  # (P, G)
     if epsilon == 0:
         return log_softmax
     keep = max(0.0, 1 - G * epsilon)  # the share of the softmax in q
@@ -176,7 +176,7 @@ def entropy_bonus(rewards: Tensor, entropies: Tensor, coef: float) -> Tensor:
     """coef * std(r) * z per row, (P, G), to be added to the rewards. z is the z-score of a row's
     mean token entropy (P, G) within its group. 0 in groups with equal rewards (std(r) is 0) or
     equal entropies."""
-    centred = entropies - entropies.mean(1, keepdim=True)
+    centred = entropies - entropies.mean(1, keepdim=True)  # (P, G)
     z = centred / entropies.std(1, keepdim=True)  # (P, G)
     flat = equal_groups(rewards) | equal_groups(entropies)  # (P,); z may be NaN there
     bonus = coef * rewards.std(1, keepdim=True) * z
@@ -188,9 +188,8 @@ def unlikely_rewards(rewards: Tensor, seq_logps: Tensor, coef: float) -> Tensor:
     more likely, by seq_logps (P, G) under the sampler; equal answers share a rank.
 
     So a rare right answer is worth more than a common one, even in groups where all are right
-    (which maxent and flow skip, unless maxent_skip_equal_groups says otherwise). coef 0 changes
-    nothing.
-    He, Fried and Welleck 2025, arXiv:2506.02355, use 0.25."""
+    (which maxent and flow skip, unless maxent_skip_equal_groups says otherwise). He, Fried and
+    Welleck 2025, arXiv:2506.02355, use coef 0.25; 0 changes nothing."""
     G = rewards.shape[1]
     # log-probs of equal answers differ by rounding: less than 1e-4 nats, or 1e-6 of a long sum
     rounding = 1e-4 + 1e-6 * seq_logps.abs()  # (P, G)
@@ -241,6 +240,9 @@ def semantic_scale(entropy: Tensor, alpha: float, G: int) -> Tensor:
     return 1 / (1 + alpha / math.log(G) * entropy[:, None])
 
 
+# --- which groups count, how much, and what their weights look like
+
+
 def active_groups(rewards: Tensor, skip: str) -> Tensor:
     """(P,) bool: groups that maxent and flow learn from. skip says which equal groups they leave
     out: "all"; "wrong": only those at the lowest reward of the step; "none". `rewards` are those of
@@ -268,7 +270,7 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     if not active.any():
         return {}
     w = weights[active]  # (a, G), a active groups
-    r = rewards[active]
+    r = rewards[active]  # (a, G)
     G = w.shape[1]
     H = torch.special.entr(w).sum(1)  # (a,) nats
     metrics = {
@@ -278,10 +280,10 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
         "weights/max": w.amax(1).mean().item(),
     }
     top = r == r.amax(1, keepdim=True)  # (a, G) rows at the best reward
-    n_top = top.sum(1)
-    has_worse = n_top < G  # where all rows are best, ln G - ln n_top is 0
+    n_top = top.sum(1)  # (a,)
+    has_worse = n_top < G  # (a,) bool; where all rows are best, ln G - ln n_top is 0
     if has_worse.any():
-        excess = (H - n_top.log()) / (math.log(G) - n_top.log())
+        excess = (H - n_top.log()) / (math.log(G) - n_top.log())  # (a,)
         metrics["weights/incorrect_mass"] = (w * ~top).sum(1)[has_worse].mean().item()
         metrics["weights/excess_entropy"] = excess[has_worse].mean().item()
     return metrics
@@ -301,7 +303,7 @@ def pull(scores: Tensor, weights: Tensor, active: Tensor) -> dict:
     return {"weights/pull": (known[counted] / asked[counted]).mean().item()}
 
 
-# --- losses
+# --- losses over the scores of a group
 
 
 def sequence_scores(
@@ -393,7 +395,6 @@ def balance_loss(
     maxent's, the pull does not saturate in p; it grows with 1 / tau. In groups of equal rewards, if
     they are not skipped, the scores are pulled together; as tau -> inf, in all groups."""
     d = scores - goals  # (P, G)
-    # the group's mean stands for the unknown log-normaliser of its prompt
     d = d - d.mean(1, keepdim=True)
     return sum_active_groups((d**2).mean(1) / 2, active, norm, group_weight)
 
@@ -408,14 +409,17 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     best = rewards == rewards.amax(1, keepdim=True)
     best = best & ~equal_groups(rewards)[:, None]  # C, (P, G)
     count = best.sum(1)  # n_c, (P,)
-    use = count >= 2
+    use = count >= 2  # (P,) bool
     if not use.any():
         return seq_logps.sum() * 0.0  # zero, but backward() needs a graph
     # the other groups are left out: a logsumexp over an empty C is -inf, its gradient NaN
-    s = seq_logps[use]
+    s = seq_logps[use]  # (used groups, G), like best and log_p
     best = best[use]
     log_p = s - s.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
     return -((log_p * best).sum(1) / count[use]).sum() / norm
+
+
+# --- losses that are sums over tokens
 
 
 def clipped_surrogate(
@@ -426,7 +430,7 @@ def clipped_surrogate(
     (two-sided clip). log_ratio (n, T), or (n, 1) for gspo; advantages (n,)."""
     A = advantages[:, None]  # (n, 1)
     # clamped: an infinite ratio would give NaN for clipped tokens and for A = 0
-    ratio = log_ratio.clamp(max=20).exp()
+    ratio = log_ratio.clamp(max=20).exp()  # (n, T) or (n, 1)
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
     surrogate = torch.minimum(unclipped * A, ratio.clamp(1 - low, 1 + high) * A)
     # only with these signs of A does the minimum take the clipped branch, whose gradient is 0
@@ -441,7 +445,7 @@ def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: f
     clipped_surrogate does."""
     A = advantages[:, None]  # (n, 1)
     # clamped: an infinite ratio would give NaN for A = 0
-    ratio = log_ratio.detach().clamp(max=20).exp()
+    ratio = log_ratio.detach().clamp(max=20).exp()  # (n, T)
     gain = ratio.clamp(max=cap) * A * logps
     clipped_low = torch.zeros_like(ratio, dtype=torch.bool)
     # tokens with A < 0 are capped too; not counted, because PPO would not clip them here
@@ -489,7 +493,7 @@ def importance_ratio(
         return torch.ones_like(old_logps)
     d = old_logps.detach() - sampler_logps  # (n, T)
     if kind.startswith("sequence"):
-        d = d.sum(1, keepdim=True)
+        d = d.sum(1, keepdim=True)  # (n, 1)
     if kind == "sequence_geometric":
         d = d / lengths[:, None]
     ratio = d.clamp(max=20).exp()  # kept finite: masking multiplies it by 0

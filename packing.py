@@ -124,7 +124,7 @@ def to_device(plan, device: torch.device):
     if device.type == "cpu":
         return plan
     tensors = []
-    map_tensors(tensors.append, plan)
+    map_tensors(tensors.append, plan)  # only collects them: the plan that it returns is dropped
     flat = torch.cat([x.flatten().long() for x in tensors])
     if device.type == "cuda":
         flat = flat.pin_memory()  # without this the host waits for the copy
@@ -477,10 +477,10 @@ def try_packing(lm) -> tuple[float, float]:
     changed_ids = ids.clone()
     changed_ids[2, :5] += 1  # changes a row in the middle
     changed_ids %= lm.config.vocab_size
-    row, t = ragged_indices(lengths)
+    row, t = ragged_indices(lengths)  # (k,) each, of k completion tokens
     others = (row != 2).nonzero()[:, 0].to(lm.device)
     padded = lm.base_model(input_ids=ids.to(lm.device), use_cache=False).last_hidden_state
-    plain = padded[row.to(lm.device), (prompt_lengths[row] + t).to(lm.device)].float()
+    wanted = padded[row.to(lm.device), (prompt_lengths[row] + t).to(lm.device)].float()  # (k, H)
     lm.set_attn_implementation(NAME)
 
     def packed_states(ids: Tensor) -> Tensor:
@@ -488,10 +488,10 @@ def try_packing(lm) -> tuple[float, float]:
         packed, own = to_device((packed, places[row, prompt_lengths[row] + t]), lm.device)
         return hidden_states(lm, packed)[own].float()
 
-    packed = packed_states(ids)  # (k, H), as plain
+    states = packed_states(ids)  # (k, H)
     changed = packed_states(changed_ids)
-    size = plain.abs().max()
+    size = wanted.abs().max()
     # not always exactly 0: experts round differently when other tokens are beside them
-    leak = (packed - changed)[others].abs().max() / size
-    gap = (packed - plain).abs().max() / size
+    leak = (states - changed)[others].abs().max() / size
+    gap = (states - wanted).abs().max() / size
     return leak.item(), gap.item()

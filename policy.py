@@ -6,7 +6,7 @@ weights by name, its adapters.
 
 n rows with k completion tokens in all; T tokens of the longest completion, W of the longest row
 (prompt and completion), M of the packed row, in which shared tokens count once; H hidden size, V
-vocabulary.
+vocabulary, S InfoSeed's seeds.
 """
 
 import inspect
@@ -47,9 +47,11 @@ class TokenPlaces(NamedTuple):
 
 class Policy(torch.nn.Module):
     """A causal language model whose forward returns log-probs of completion tokens, never
-    logits. seeds: classes of InfoSeed's linear head, 0 for none; pack: see packing.py."""
+    logits. seed_classes: of InfoSeed's linear head, 0 for none; pack: see packing.py."""
 
-    def __init__(self, lm, temperature: float, chunk: int, seeds: int = 0, pack: bool = True):
+    def __init__(
+        self, lm, temperature: float, chunk: int, seed_classes: int = 0, pack: bool = True
+    ):
         super().__init__()
         self.lm = lm
         self.temperature = temperature
@@ -59,9 +61,9 @@ class Policy(torch.nn.Module):
         if lm.config._attn_implementation != packing.NAME:
             check_head(lm)
         self.seed_head = None
-        if seeds:  # InfoSeed's "ce": hidden state -> which seed
+        if seed_classes:  # InfoSeed's "ce": hidden state -> which seed
             head = lm.get_output_embeddings().weight  # (V, H)
-            self.seed_head = torch.nn.Linear(head.shape[1], seeds, dtype=head.dtype)
+            self.seed_head = torch.nn.Linear(head.shape[1], seed_classes, dtype=head.dtype)
         if pack:
             packing.prepare(lm)
 
@@ -126,8 +128,36 @@ class Policy(torch.nn.Module):
             pooled = sums / lengths[:, None]
         if self.seed_head is None:
             return pooled, None
-        scores = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, seeds)
-        return pooled, scores.float()
+        logits = self.seed_head(pooled.to(self.seed_head.weight.dtype))  # (n, S)
+        return pooled, logits.float()
+
+
+def completion_mask(lengths):
+    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
+    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+
+def set_temperature(models, temperature: float) -> None:
+    """Sets the temperature at which models compute log-probs: that of the rollouts. models:
+    policies, engines around them, or None."""
+    for model in models:
+        if model is not None:
+            policy = getattr(model, "module", model)  # a DeepSpeed engine has it inside
+            policy.temperature = temperature
+
+
+# --- what a config says about the model
+
+
+def dtype_of(c: dict) -> torch.dtype:
+    if c["dtype"] == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[c["dtype"]]
+
+
+def seed_classes(c: dict) -> int:
+    """Number of classes of the head that InfoSeed's "ce" trains with the policy; 0: no head."""
+    return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
 
 
 # --- a model as it was loaded: what is refused, what is changed
@@ -155,7 +185,7 @@ def check_head(lm) -> None:
     lm.eval()
     hidden = lm.base_model(input_ids=ids, use_cache=False).last_hidden_state  # (1, 8, H)
     plain = (hidden @ head.weight.T).float()  # (1, 8, V)
-    logits = lm(input_ids=ids, use_cache=False).logits.float()
+    logits = lm(input_ids=ids, use_cache=False).logits.float()  # (1, 8, V)
     lm.train(was_training)
 
     if not logits.isfinite().all():
@@ -357,25 +387,6 @@ def options_refused(c: dict, error: Exception) -> UserError:
     )
 
 
-# --- helpers
-
-
-def seed_classes(c: dict) -> int:
-    """Number of classes of the head that InfoSeed's "ce" trains with the policy; 0: no head."""
-    return c["info_seed_num_seeds"] if c["info_seed_loss_type"] == "ce" else 0
-
-
-def dtype_of(c: dict) -> torch.dtype:
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    names["auto"] = torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return names[c["dtype"]]
-
-
-def completion_mask(lengths):
-    """(n, T) bool from lengths (n,): true on every completion token, EOS included."""
-    return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
-
-
 # --- weights by name
 
 
@@ -389,18 +400,23 @@ class ParameterCounts(NamedTuple):
 def count_parameters(module) -> ParameterCounts:
     total = trained = 0
     for parameter in module.parameters():
-        # ds_numel: under ZeRO-3 a parameter's own numel is 0 until it is gathered
-        size = getattr(parameter, "ds_numel", parameter.numel())
-        total += size
-        trained += size if parameter.requires_grad else 0
+        total += numel_of(parameter)
+        if parameter.requires_grad:
+            trained += numel_of(parameter)
     return ParameterCounts(total, trained)
 
 
+def numel_of(parameter) -> int:
+    """Numbers in a parameter. Under ZeRO-3 its own numel() is 0 until it is gathered."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def named_weights(lm, zero_stage: int):
-    """(name, tensor) of every weight of a Hugging Face model, for an engine's sync: the same as
+    """(name, tensor) of every weight of a Hugging Face model, for a sampler's sync: the same as
     model_weights(), but with tied embeddings under both of their names. A vLLM reload without the
     head's name is silently wrong."""
-    embeddings, head = lm.get_input_embeddings().weight, lm.get_output_embeddings()
+    embeddings = lm.get_input_embeddings().weight
+    head = lm.get_output_embeddings()
     shared = [name for name, p in lm.named_parameters() if p is embeddings and p is head.weight]
     name_of_head = next(name for name, module in lm.named_modules() if module is head)
     for name, tensor in model_weights(lm, zero_stage):
@@ -442,15 +458,13 @@ def model_weights(lm, zero_stage: int):
             yield weight.name, parts[0] if weight.layer is None else merged(weight.layer, *parts)
 
 
-def portions(weights: list, parameters_of) -> list[list]:
+def portions(weights, parameters_of) -> list[list]:
     """The weights in order, in lists whose parameters take at most GATHERED_BYTES, or of a single
-    larger weight."""
+    larger weight. parameters_of(weight): those that it is made of."""
     lists = []
     size = 0  # bytes in the last list
     for weight in weights:
-        added = 0
-        for p in parameters_of(weight):
-            added += getattr(p, "ds_numel", p.numel()) * p.element_size()  # ds_numel: ZeRO-3's
+        added = sum(numel_of(p) * p.element_size() for p in parameters_of(weight))
         if not lists or size + added > GATHERED_BYTES:
             lists.append([])
             size = 0
@@ -599,12 +613,3 @@ class WithoutAdapters:
         finally:
             for layer in layers:
                 layer.enable_adapters(True)
-
-
-def set_temperature(models, temperature: float) -> None:
-    """Sets the temperature at which models compute log-probs: that of the rollouts. models:
-    policies, engines around them, or None."""
-    for model in models:
-        if model is not None:
-            policy = getattr(model, "module", model)  # a DeepSpeed engine has it inside
-            policy.temperature = temperature

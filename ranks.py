@@ -211,7 +211,7 @@ def be_alone() -> None:
 
 
 def leave_together(sampler=None) -> None:
-    """Ends a script; all ranks call it. No rank leaves while another still writes, and the engine,
+    """Ends a script; all ranks call it. No rank leaves while another still writes, and the sampler,
     if there is one, closes before the process group."""
     dist.barrier()
     while hearts:

@@ -10,6 +10,9 @@ Token ids go in, and token ids come out with the log-prob that the sampler itsel
 is decoded only for the rewards and never encoded again. A rollout is {"prompt_ids",
 "completion_ids", "text", "logprobs", "finish_reason"}; completion_ids include the EOS. Those of
 infoseed.py also have a "seed_id".
+
+Here and in server/ an engine samples. The files of the training step call it the sampler; their
+`engine` is DeepSpeed's, which trains.
 """
 
 import gc
@@ -518,7 +521,7 @@ class VllmEngine(Engine):
         self.keeps_weights = self.sleeps and stays_on_gpu(self.weight_bytes(), device_bytes(device))
         self.size = settings["tensor_parallel_size"]  # ranks that share this engine
         self.process_group = None
-        if self.size > 1:  # these ranks must make the same requests, so they pool their prompts
+        if self.size > 1:  # these ranks must all make the same requests, see all_requests()
             self.process_group, _ = dist.new_subgroups(self.size, timeout=DEADLINE)
 
     def load(self, settings: dict):
@@ -541,14 +544,14 @@ class VllmEngine(Engine):
         self, prompts_ids: list[list[int]], n: int, sampling: Sampling, group_done=None
     ) -> list:
         local_requests = list(zip(prompts_ids, sampling.seeds))
-        requests, before = self.pool(local_requests)  # before: how many of them come before ours
+        requests, before = self.all_requests(local_requests)  # before: how many precede ours
         prompts = []
         params = []
         for prompt_ids, seed in requests:
             prompts.append({"prompt_token_ids": prompt_ids})
             params.append(self.sampling_params(n, seed, sampling))
-        # vLLM numbers requests by a counter; next() takes one number, and the pooled requests get
-        # those after it
+        # vLLM numbers requests by a counter; next() takes one number, and the requests get those
+        # after it
         start = next(self.llm.request_counter) + 1 + before
         local_ids = range(start, start + len(local_requests))
         self.llm.enqueue(prompts, params, use_tqdm=False)
@@ -573,7 +576,7 @@ class VllmEngine(Engine):
             seed=seed,
             logprobs=0,  # the sampled token's only
             flat_logprobs=True,  # plain lists instead of one object per token
-            detokenize=False,  # the function generate() below decodes, for all engines alike
+            detokenize=False,  # the function generate() above decodes, for all engines alike
         )
 
     def rollouts_of(self, output) -> list[dict]:
@@ -590,18 +593,18 @@ class VllmEngine(Engine):
             )
         return rollouts
 
-    def pool(self, requests: list) -> tuple[list, int]:
+    def all_requests(self, local_requests: list) -> tuple[list, int]:
         """The requests of all ranks that share this engine, in rank order, and how many come before
         this rank's."""
         if self.size == 1:
-            return requests, 0
+            return local_requests, 0
         shares = [None] * self.size
-        dist.all_gather_object(shares, requests, group=self.process_group)
-        pooled = []
+        dist.all_gather_object(shares, local_requests, group=self.process_group)
+        requests = []
         for share in shares:
-            pooled += share
+            requests += share
         before = shares[: dist.get_rank(self.process_group)]
-        return pooled, sum(map(len, before))
+        return requests, sum(map(len, before))
 
     def sync(self, named_parameters) -> None:
         self.llm.collective_rpc(
@@ -846,12 +849,12 @@ def diversity_metrics(rollouts: list[dict], n: int) -> dict:
     of different tokens and bigrams, and jaccard, the mean Jaccard overlap of two completions' token
     sets. Each is a mean over groups. When distinct falls and jaccard rises, a collapse is near."""
     sums = torch.zeros(3, dtype=torch.float64)
-    for rows in groups_of(rollouts, len(rollouts) // n):
-        group = [r["completion_ids"] for r in rows]
-        bigrams = [list(pairwise(ids)) for ids in group]
-        sums[0] += distinct(group)
+    for group in groups_of(rollouts, len(rollouts) // n):
+        completions_ids = [r["completion_ids"] for r in group]
+        bigrams = [list(pairwise(ids)) for ids in completions_ids]
+        sums[0] += distinct(completions_ids)
         sums[1] += distinct(bigrams)
-        sums[2] += jaccard(group)  # defined: a group has at least two completions
+        sums[2] += jaccard(completions_ids)  # defined: a group has at least two completions
     means = (sums / (len(rollouts) // n)).tolist()
     names = ("completions/distinct_1", "completions/distinct_2", "completions/jaccard")
     return dict(zip(names, means))
@@ -866,10 +869,10 @@ def jaccard(group: list[list[int]]) -> torch.Tensor:
     """Mean over pairs of n sequences: tokens in both / tokens in either."""
     n = len(group)
     lengths = torch.tensor([len(ids) for ids in group])  # (n,)
-    tokens = torch.cat([torch.tensor(ids) for ids in group])
+    tokens = torch.cat([torch.tensor(ids) for ids in group])  # (k,) of all sequences
     # column: numbers the different tokens from 0
-    _, column = tokens.unique(return_inverse=True)
-    row = torch.arange(n).repeat_interleave(lengths)
+    _, column = tokens.unique(return_inverse=True)  # (k,)
+    row = torch.arange(n).repeat_interleave(lengths)  # (k,)
     present = torch.zeros(n, int(column.max()) + 1)  # (n, different tokens)
     present[row, column] = 1.0
     shared = present @ present.T  # (n, n) sizes of intersections
@@ -889,21 +892,20 @@ def completion_metrics(rollouts: list[dict], n: int) -> dict:
 def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """A prompt with its best and its worst rollout, special tokens included, as the model sees
     them. It is the first prompt whose rewards differ. If there is none, it is the first prompt,
-    with its first completion and the last one that is another. rewards (p, G)."""
-    place = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
-    G = rewards.shape[1]
-    rollouts = rollouts[place * G : (place + 1) * G]
-    scores = rewards[place].tolist()
-    prompt_ids = rollouts[0]["prompt_ids"]
+    with its first completion and the last that is different. rewards (p, G)."""
+    differs = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
+    group = groups_of(rollouts, len(rewards))[differs]
+    values = rewards[differs].tolist()  # G
+    prompt_ids = group[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
     # index() finds the first of equal ones
-    shown = [scores.index(max(scores)), scores.index(min(scores))]
+    shown = [values.index(max(values)), values.index(min(values))]
     if shown[0] == shown[1]:  # equal rewards
-        first = rollouts[0]["completion_ids"]
-        shown = [0] + [i for i in range(1, G) if rollouts[i]["completion_ids"] != first][-1:]
+        first = group[0]["completion_ids"]
+        shown = [0] + [i for i, r in enumerate(group) if r["completion_ids"] != first][-1:]
     for i in shown:
-        r = rollouts[i]
+        r = group[i]
         ids = r["completion_ids"]
-        what = f"reward {scores[i]:.3f}, {len(ids)} tokens ({r['finish_reason']})"
+        what = f"reward {values[i]:.3f}, {len(ids)} tokens ({r['finish_reason']})"
         lines.append(f"  {what}: {tokenizer.decode(ids)!r}")
     return "\n".join(lines)

@@ -57,19 +57,20 @@ def pick(pools: list[list], weights: list, i: int, seed) -> dict:
     # in each block of BLOCK prompts, every pool has exactly its share, in random order
     block, slot = divmod(i, BLOCK)
     chosen, earlier, quota = block_of_pools(tuple(weights), seed, block)
-    pool = chosen[slot]  # its number
-    place = block * quota[pool] + earlier[slot]  # how often this pool was chosen before
-    return row_of_passes(pools[pool], place, f"{seed}/{pool}")
+    pool = chosen[slot]  # a number
+    chosen_before = block * quota[pool] + earlier[slot]  # how often this pool was
+    return row_of_passes(pools[pool], chosen_before, f"{seed}/{pool}")
 
 
 def row_of_passes(rows: list, i: int, seed) -> dict:
     """The i-th row of an endless series of shuffled passes over the rows."""
-    epoch, place = divmod(i, len(rows))
-    return rows[epoch_order(len(rows), seed, epoch)[place]]
+    epoch, position = divmod(i, len(rows))
+    return rows[epoch_order(len(rows), seed, epoch)[position]]
 
 
 @lru_cache(maxsize=64)
 def epoch_order(count: int, seed, epoch: int) -> list[int]:
+    """The row numbers 0..count-1 in the order of one pass."""
     # a generator of its own, so that no other draw shifts this one
     return random.Random(f"order/{seed}/{epoch}").sample(range(count), count)
 
@@ -96,7 +97,7 @@ def quotas(weights: tuple) -> list[int]:
     the largest remainders are rounded up, so that the sum is BLOCK."""
     exact = [BLOCK * weight / sum(weights) for weight in weights]
     quota = [int(share) for share in exact]
-    by_remainder = sorted(range(len(weights)), key=lambda s: quota[s] - exact[s])
+    by_remainder = sorted(range(len(weights)), key=lambda pool: quota[pool] - exact[pool])
     for pool in by_remainder[: BLOCK - sum(quota)]:
         quota[pool] += 1
     return quota

@@ -130,8 +130,8 @@ class Run:
     config: dict
     world: World  # rank, size, device
     inputs: Inputs  # tokenizer, rows, reward functions
-    sampler: object  # the rollout engine
-    engine: object  # the DeepSpeed engine around the policy
+    sampler: object  # the rollout engine, a rollout.Engine
+    engine: object  # always DeepSpeed's, around the policy
     reference: object  # the frozen reference model; None at beta = 0
     experience: Experience
     timer: Timer
@@ -186,7 +186,7 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
     warning = make_trainable(lm, c["model"])
     lm.train(trains).requires_grad_(trains)
     dropout = turn_off_dropout(lm)
-    seeds = 0  # classes of InfoSeed's head
+    classes = 0  # of InfoSeed's head
     if trains:  # what follows is printed once, not for the reference too
         if warning:
             say_on_rank_0(warning)
@@ -199,9 +199,9 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
             lm.gradient_checkpointing_enable({"use_reentrant": False})
         if c["lora_rank"]:
             say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
-        seeds = seed_classes(c)
+        classes = seed_classes(c)
     # the first temperature only: set_temperature() follows the schedule
-    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, seeds, c["pack_sequences"])
+    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, classes, c["pack_sequences"])
 
 
 def load_policy(c: dict, device):
@@ -345,8 +345,8 @@ def start(c: dict) -> Run:
     saved = checkpoint.TrainerState(step=0, controllers=controllers.init_state(c), replay={})
     if resume_path:
         saved, inputs = resume(resume_path, engine, inputs, c)
-    # The last step is already saved, but "shallow", without a model, because more steps were to
-    # follow. catch_up() saves it again, with the model.
+    # The last step's checkpoint may hold no model ("shallow"), if more steps were to follow when it
+    # was saved. Then catch_up() saves it again, with the model.
     lacks_model = saved.step == c["max_steps"] and not checkpoint.holds_model(resume_path)
     parameters = count_parameters(engine.module)
     c = c | {"max_tokens_per_micro_batch": micro_batch_tokens(c, inputs, parameters, resume_path)}
@@ -399,9 +399,9 @@ def enough_memory(phase: str, c: dict):
 def less_memory(phase: str, c: dict) -> str:
     """What to change so that a phase takes less memory, as part of a sentence."""
     length = f"max_completion_length={c['max_completion_length']}"
-    group = "num_generations" if phase == "rollout" else "eval_num_generations"
     if phase in ("rollout", "evaluate"):
-        cure = f"lower {group}={c[group]} or {length}"
+        key = "num_generations" if phase == "rollout" else "eval_num_generations"
+        cure = f"lower {key}={c[key]} or {length}"
         # the tokens that HfEngine samples at once
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
@@ -428,13 +428,14 @@ def learning_rate_at(step: int, c: dict) -> float:
         return peak * (1 - done)
     if c["lr_scheduler_type"] == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
-    if c["lr_scheduler_type"] != "constant":  # a name that was added only to checks.CHOICES
-        raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
-    return peak
+    if c["lr_scheduler_type"] == "constant":
+        return peak
+    # a name that was added only to checks.CHOICES
+    raise ValueError(f"learning_rate_at has no lr_scheduler_type={c['lr_scheduler_type']!r}")
 
 
 def update(
-    run: Run, batch: dict, targets: learner.GroupTargets, counts: dict, seeds: infoseed.Seeds
+    run: Run, batch: dict, local_targets: learner.GroupTargets, counts: dict, seeds: infoseed.Seeds
 ) -> dict:
     """Updates the policy num_iterations times on this rank's rows; returns metrics. Sets
     run.skipped_steps and batch["old_logps"].
@@ -444,9 +445,8 @@ def update(
     clipped in the first. Seconds are summed."""
     c, engine = run.config, run.engine
     learning_rate = learning_rate_at(run.step, c)
-    for parameters in engine.optimizer.param_groups:
-        parameters["lr"] = learning_rate
-    local_targets = learner.local_targets(targets, run.world)  # (p, G + S) of (P, G + S)
+    for param_group in engine.optimizer.param_groups:
+        param_group["lr"] = learning_rate
     all_metrics = []  # of each update
     all_applied = True
     for i in range(c["num_iterations"]):
@@ -703,13 +703,12 @@ def log_step(run: Run, metrics: dict, bar) -> None:
     bar.update()
 
 
-def show_rollouts(run: Run, collected, targets: learner.GroupTargets) -> None:
+def show_rollouts(run: Run, collected, local_targets: learner.GroupTargets) -> None:
     """In some steps writes or prints the completions, for a person to read."""
     c, G = run.config, run.config["num_generations"]
     if c["log_rollouts_steps"] and run.step % c["log_rollouts_steps"] == 0:
         with needs_folder(run):
             functions = run.inputs.reward_functions
-            local_targets = learner.local_targets(targets, run.world)
             log_rollouts(run.folder, collected, local_targets, functions, run.step)
     if run.step in (1, c["max_steps"]):
         rewards = collected.local_rewards[:, :G]  # without InfoSeed's
@@ -723,8 +722,8 @@ def stop_if_folder_is_gone(run: Run) -> None:
 
 
 def stop_after_skipped_updates(run: Run) -> None:
-    """RunStopped after MAX_SKIPPED_STEPS steps in a row whose updates were not applied: going on
-    would change nothing. Warns at the first of them."""
+    """Warns at the first step whose updates were not applied. RunStopped after MAX_SKIPPED_STEPS of
+    them in a row: going on would change nothing."""
     if run.skipped_steps == 1:
         run.say(
             f"warning: step {run.step}: the loss or its gradient is not finite (null in "
@@ -811,11 +810,12 @@ def train(run: Run) -> None:
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
+            local_targets = learner.local_targets(targets, run.world)  # (p, G + S)
             counts = learner.step_counts(targets, measured.lengths)
 
         # 5. the loss and its gradients, 6. an optimizer step on all ranks, or none
         with timer("learn"), enough_memory("learn", c):
-            metrics = update(run, batch, targets, counts, seeds)  # sets batch["old_logps"]
+            metrics = update(run, batch, local_targets, counts, seeds)  # sets batch["old_logps"]
             # 7. sampler against trainer: weights that did not arrive stop the run. Only after 6,
             # because the trainer's log-probs are by-products of the forwards in 5. Without the S
             # rows, which may be trained under another prompt than they were sampled with
@@ -844,7 +844,7 @@ def train(run: Run) -> None:
         metrics |= mean_over_ranks(rollout.completion_metrics(collected.unseeded, G))
         metrics |= timer.take(tokens=counts["tokens"])
         log_step(run, metrics, bar)
-        show_rollouts(run, collected, targets)
+        show_rollouts(run, collected, local_targets)
         for warning in run.symptoms.warnings(run.step, collected, metrics, tau, beta):
             run.say(warning)
         stop_after_skipped_updates(run)

@@ -36,7 +36,7 @@ import pandas as pd
 import torch
 
 import learner
-import loss as L
+import loss as losses  # `loss` is a value here
 from checks import uses_ref_scores, uses_scores
 from common import ROOT, UserError, read_config_file, scheduled, with_tau
 from compare.__main__ import flags_of, read_arm
@@ -157,7 +157,7 @@ def loss_of(groups: Groups, c: dict) -> tuple:
     pull = None
     if uses_scores(c) and targets.weights is not None:
         scores = learner.maxent_scores(logps.detach(), lengths, c).view(P, G)
-        pull = L.pull(scores, targets.weights, targets.active).get("weights/pull")
+        pull = losses.pull(scores, targets.weights, targets.active).get("weights/pull")
     return loss, pull
 
 

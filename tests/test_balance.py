@@ -178,7 +178,7 @@ def one_step(c: dict, world: World) -> dict:
         config=c, engine=engine, world=world, controller_state=state, step=0, skipped_steps=0
     )
     run.timer = Timer()
-    metrics = train.update(run, batch, targets, norm, seeds)
+    metrics = train.update(run, batch, learner.local_targets(targets, world), norm, seeds)
     metrics |= learner.sampler_mismatch(batch, -1)
     metrics |= learner.weight_metrics(targets, batch, c)
     metrics |= seeds.metrics(targets)

@@ -35,7 +35,6 @@ from common import RunStopped, UserError
 from journal import Timer
 from learner import GroupTargets
 from policy import ParameterCounts
-from ranks import World
 
 HF = [
     "--rollout_engine=hf",
@@ -447,15 +446,14 @@ def test_a_folder_that_goes_just_before_the_rollouts_are_written_is_told_of_alik
         inputs=SimpleNamespace(reward_functions=[]),
         folder=tmp_path / "gone",
         step=5,
-        world=World(1, 2, torch.device("cpu")),
     )
     with pytest.raises(RunStopped, match="gone' is gone or another folder now"):
         empty = torch.zeros(2, 4, 0)
         collected = SimpleNamespace(
             rank=1, local_rewards=torch.zeros(2, 4), rewards_per_func=empty, right=empty
         )
-        active = torch.zeros(4, dtype=torch.bool)
-        train.show_rollouts(run, collected, GroupTargets(torch.zeros(4, 4), active))
+        active = torch.zeros(2, dtype=torch.bool)
+        train.show_rollouts(run, collected, GroupTargets(torch.zeros(2, 4), active))
 
 
 def test_so_is_one_that_goes_just_before_an_evaluation_is_written(tmp_path, monkeypatch):

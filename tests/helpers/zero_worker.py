@@ -125,9 +125,8 @@ def three_updates(c: dict, world: World) -> dict:
             skipped_steps=0,
             timer=Timer(),
         )
-        metrics = train.update(
-            run, batch, targets, norm, infoseed.Seeds(engine, collected, c, "cpu")
-        )
+        seeds = infoseed.Seeds(engine, collected, c, "cpu")
+        metrics = train.update(run, batch, local_targets(targets, world), norm, seeds)
     result = {
         "weights": weights_of(engine, c),
         "loss": metrics["loss"],
