@@ -233,15 +233,12 @@ def running_mean(values) -> list[float]:
 
 
 def draw_curves(lines: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no window
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     panels = panels_of(lines)
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / 3)
-    figure = plt.figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
     smooth = False  # whether a running mean is drawn
     for place, (title, curves) in enumerate(panels.items(), start=1):
         axis = figure.add_subplot(rows, columns, place, title=title, xlabel="step")
@@ -265,7 +262,6 @@ def draw_curves(lines: list[dict], path: Path) -> None:
     if smooth:
         figure.supxlabel("bold: running mean of about 10 steps; faint: single steps", fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def check_output(path: Path) -> None:

@@ -220,14 +220,13 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     """Draws pass@k, and coverage@k or else distinct@k where they are known, against mean@k. Each
     run is a path in the colour of its arm, averaged over LAST neighbouring evaluations, from a
     cross at its start to a dot at its end."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws to a file, needs no window
-    import matplotlib.pyplot as plt
+    # not pyplot, which would look for a window
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     shown = complete_metrics(evaluations, METRICS)[1:3]
-    size = (6.5 * len(shown), 5)
-    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(6.5 * len(shown), 5), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)
     colors = colors_of(evaluations["arm"])
     for axis, metric in zip(axes[0], shown, strict=True):
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
@@ -237,10 +236,9 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)
     # not beside the dots, because the ends of good arms lie upon each other
-    dots = [plt.Line2D([], [], color=color, marker="o") for color in colors.values()]
+    dots = [Line2D([], [], color=color, marker="o") for color in colors.values()]
     figure.legend(dots, list(colors), loc="outside right upper", fontsize=8)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def main(argv) -> None:
