@@ -64,7 +64,7 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
             check_single(source)
         is_jsonl = names_file(name, ".jsonl")
         raw_rows = read_jsonl(name) if is_jsonl else read_dataset(source, also)
-        rows = usable_rows(raw_rows, source, [*source["more"], *also])
+        rows = usable_rows(raw_rows, source, also)
     for row in rows:
         row.pop("uncut_prompt", None)  # the trainer's own column, see prompts.with_uncut()
     return rows
@@ -169,31 +169,33 @@ def inner_columns(row: dict, *columns: str) -> list[str]:
     return found
 
 
-def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
+def usable_rows(raw_rows: dict[str, dict], source: dict, also: list[str]) -> list[dict]:
     """Turns a source's rows into this program's rows; those without prompt or answer are left out.
-    found: {place: raw row}; more: names of further columns."""
+    raw_rows: {where it stands, for errors: row}; also: see load_rows()."""
+    name = source["name"]
+    absent = object()
     for column in source["more"]:
         # a .jsonl file, and a column that a dataset keeps as JSON, have only what is in their rows
-        if found and all(column_of(raw, column, found) is found for raw in found.values()):
-            raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
+        if raw_rows and all(column_of(raw, column, absent) is absent for raw in raw_rows.values()):
+            raise UserError(f'{name!r}: no row has the column {column!r} ("more")')
     rows = []
-    left_out = []  # their places
-    for i, (place, raw) in enumerate(found.items()):
+    left_out = []  # where they stand
+    for i, (where, raw) in enumerate(raw_rows.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
         # 0 and False are answers, NaN (which does not equal itself) is not
         if prompt is None or is_blank(prompt) or answer in (None, "") or answer != answer:
-            left_out.append(place)
+            left_out.append(where)
             continue
         if fault := prompt_fault(prompt):
-            raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
-        check_fields(raw, place)
-        check_depth(raw, place)
+            raise UserError(f"{where}: the prompt (column {source['prompt']!r}) {fault}")
+        check_fields(raw, where)
+        check_depth(raw, where)
         row = dict(raw)  # rewards get the other columns
-        for column in more:
-            value = column_of(raw, column)
-            # a column that the config asks for is in every row, as None where it has no value
-            if column in source["more"] or ("." in column and value is not None):
+        for column in source["more"]:  # in every row, as None where it has no value
+            row[column] = column_of(raw, column)
+        for column in also:  # only where it has one
+            if (value := column_of(raw, column)) is not None:
                 row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
@@ -203,13 +205,12 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row.pop("completion", None)  # rewards have an argument of that name
         rows.append(row)
 
-    name = source["name"]
     if not rows:
-        first = next(iter(found.values()), {})
+        first = next(iter(raw_rows.values()), {})
         columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
         split = "" if has_no_splits(Path(name)) else f" split {source['split']!r}"
         raise UserError(
-            f"{name!r}{split}: none of its {len(found)} rows has both a prompt "
+            f"{name!r}{split}: none of its {len(raw_rows)} rows has both a prompt "
             f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
             f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
             f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
@@ -218,7 +219,7 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
     make_ids_unique(rows, name)
     if left_out:
         say_on_rank_0(
-            f"{name}: {len(left_out)} of {len(found)} rows have no prompt or no answer and are "
+            f"{name}: {len(left_out)} of {len(raw_rows)} rows have no prompt or no answer and are "
             f"left out, the first is {left_out[0]}"
         )
     return rows
@@ -376,8 +377,8 @@ def read_row(line: str, where: str) -> dict:
 
 
 def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
-    """{place: row} with the columns that `source` names, and those of OURS and `also` that the
-    dataset has."""
+    """{"dataset NAME, row I": row} with the columns that `source` names, and those of OURS and
+    `also` that the dataset has."""
     name = source["name"]
     split = source["split"]
     check_part(source)
@@ -719,8 +720,8 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     if c["allow_leakage"]:
         say_on_rank_0(f"warning: {sentence} (allow_leakage=True)")
         return pools
-    places = [*sources(c), entries(c, "easy_dataset")]
-    for source, rows, rest in zip(places, pools, left):
+    sources_of_pools = [*sources(c), entries(c, "easy_dataset")]
+    for source, rows, rest in zip(sources_of_pools, pools, left):
         if rows and not rest:
             raise UserError(
                 f"{sentence}, and without them nothing is left of {source['name']!r}: set a "
