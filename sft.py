@@ -194,8 +194,8 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
     z = rng.randrange(len(seeded))
     ordered = sorted(group, key=lambda demo: demo["completion_ids"])
-    place = int((z + rng.random()) / len(seeded) * len(group))  # in z's share
-    chosen = ordered[place] if rng.random() < SEEDED else rng.choice(group)
+    i = int((z + rng.random()) / len(seeded) * len(group))  # in z's share
+    chosen = ordered[i] if rng.random() < SEEDED else rng.choice(group)
     return chosen | {"prompt_ids": seeded[z]}
 
 
