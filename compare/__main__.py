@@ -330,16 +330,24 @@ def end_if_settled(run: dict, before: int, now: int) -> None:
         (run["folder"] / "stop").touch()
 
 
+def unfinished(runs: list[dict]) -> list[dict]:
+    """The runs that are not done. UserError, before anything starts, for a folder that holds a run
+    of another config, or that was evaluated otherwise."""
+    waiting = []
+    for run in runs:
+        if state_of(run) == "done":
+            check_evaluation(run)
+        else:
+            waiting.append(run)
+    return waiting
+
+
 def carry_out(runs: list[dict], own: dict, locked) -> None:
     """Trains and evaluates the unfinished runs, own["jobs"] at a time. If one fails its name is
     printed and the others go on. Leaves no process behind. locked: the locked file of the output
     folder, which every run inherits: if we are killed, the folder stays locked until they end."""
     live, stop = [], []
-    # state_of() raises for a folder with another config, here before anything starts
-    waiting = [run for run in runs if state_of(run) != "done"]
-    for run in runs:
-        if run not in waiting:
-            check_evaluation(run)
+    waiting = unfinished(runs)
     print(
         f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} "
         f"rank(s) each, into {own['output']}",
@@ -357,19 +365,19 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
             for run, process in list(live):
-                before, steps[run["folder"]] = steps[run["folder"]], steps_done(run)
-                end_if_settled(run, before, steps[run["folder"]])
+                now = steps_done(run)
+                end_if_settled(run, steps[run["folder"]], now)
+                steps[run["folder"]] = now
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
                 # state_of(): a run may end with status 0 but without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
-                    # to be evaluated at once
-                    waiting[:0] = [] if take_own_evaluation(run) else [run]
+                    if not take_own_evaluation(run):
+                        waiting.insert(0, run)  # to be evaluated at once
                     # a settled run has taken fewer steps than were announced
-                    bar.total -= run["config"]["max_steps"] - steps[run["folder"]]
-                    continue
-                if process.returncode:
+                    bar.total -= run["config"]["max_steps"] - now
+                elif process.returncode:
                     log = run["folder"].with_suffix(".log")
                     print_above_bar(f"failed: {run['folder']}, see {log}", file=sys.stderr)
             bar.set_postfix_str(f"{len(waiting) + len(live)} runs to do", refresh=False)
