@@ -382,7 +382,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     name = source["name"]
     split = source["split"]
     check_part(source)
-    check_folder(name)
+    check_readable(name)
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         dataset = part_of(dataset, split, name)
@@ -423,7 +423,7 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
 
 def check_part(source: dict) -> None:
     """UserError if what stands in brackets behind a split is not a part of it."""
-    import datasets
+    import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
 
     split = source["split"]
     try:
@@ -437,14 +437,38 @@ def check_part(source: dict) -> None:
         ) from None
 
 
-def check_folder(name: str) -> None:
-    """UserError for a folder for which the datasets library would read another: it looks for files
-    by a pattern that the folder's name is part of. What save_to_disk wrote it opens by name."""
+def check_readable(name: str) -> None:
+    """UserError for a dataset where there is nothing, or for whose name the datasets library would
+    read something else."""
+    import datasets
+
+    # the library looks for files by a pattern that the folder's name is part of; what save_to_disk
+    # wrote it opens by name
     whole = os.path.realpath(name)
     if os.path.isdir(name) and glob.has_magic(whole) and not is_saved_to_disk(Path(name)):
         raise UserError(
             f"dataset {name!r}: the datasets library takes [, * and ? in the name of its folder, "
             f"{whole!r}, for a pattern, and may read another folder: rename it"
+        )
+    if Path(name).stem in tasks.NAMES and name.endswith(".py"):
+        raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
+    if os.path.isfile(name) and not name.endswith(".parquet"):
+        raise UserError(
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
+            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
+        )
+    is_path = name.startswith(PATHS)
+    if names_file(name, ".parquet"):  # the name may be a pattern, or an address
+        is_path = not glob.has_magic(name) and "://" not in name
+    if is_path and not os.path.exists(name):  # no need to ask the hub
+        raise UserError(
+            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
+        )
+    readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
+    if name in readers and not os.path.isdir(name):
+        raise UserError(
+            f"dataset {name!r} is the name of a file format, for which the datasets library would "
+            f"read all such files in the current folder: name a folder with your files"
         )
 
 
@@ -532,30 +556,10 @@ def open_dataset(source: dict):
     """A dataset, or a dict of its splits; UserError if it can't be loaded.
 
     If the hub is busy, huggingface_hub tries again after 1, 2, 4, 8 and 8 seconds."""
-    import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
+    import datasets
 
     name = source["name"]
-    if Path(name).stem in tasks.NAMES and name.endswith(".py"):
-        raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
-    if os.path.isfile(name) and not name.endswith(".parquet"):
-        raise UserError(
-            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
-            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
-        )
     is_parquet = names_file(name, ".parquet")
-    is_path = name.startswith(PATHS)
-    if is_parquet:  # the name may be a pattern, or an address
-        is_path = not glob.has_magic(name) and "://" not in name
-    if is_path and not os.path.exists(name):  # no need to ask the hub
-        raise UserError(
-            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
-        )
-    readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
-    if name in readers and not os.path.isdir(name):
-        raise UserError(
-            f"dataset {name!r} is the name of a file format, for which the datasets library would "
-            f"read all such files in the current folder: name a folder with your files"
-        )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (is_parquet or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
