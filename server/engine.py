@@ -21,7 +21,6 @@ import os
 import random
 import threading
 import time
-import uuid
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -82,7 +81,7 @@ class ServerEngine(Engine):
         self.wait_for_servers()
         # all servers at once: each takes seconds to list its settings
         on_each(self.servers, self.check)
-        return run_name(uuid.uuid4().hex[:8]), [server.model for server in self.servers]
+        return run_name(), [server.model for server in self.servers]
 
     def check(self, server: Server) -> None:
         """UserError if the server's settings don't fit."""
