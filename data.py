@@ -161,12 +161,12 @@ def check_single(source: dict) -> None:
 
 def inner_columns(row: dict, *columns: str) -> list[str]:
     """For an error about a missing "outer.inner": the columns that the row's "outer" does have."""
-    found = []
+    inner = []
     for column in columns:
         outer, dot, _ = column.partition(".")
         if dot and isinstance(row.get(outer), dict):
-            found += [f"{outer}.{key}" for key in row[outer]]
-    return found
+            inner += [f"{outer}.{key}" for key in row[outer]]
+    return inner
 
 
 def usable_rows(raw_rows: dict[str, dict], source: dict, also: list[str]) -> list[dict]:
@@ -206,16 +206,7 @@ def usable_rows(raw_rows: dict[str, dict], source: dict, also: list[str]) -> lis
         rows.append(row)
 
     if not rows:
-        first = next(iter(raw_rows.values()), {})
-        columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
-        split = "" if has_no_splits(Path(name)) else f" split {source['split']!r}"
-        raise UserError(
-            f"{name!r}{split}: none of its {len(raw_rows)} rows has both a prompt "
-            f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
-            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
-            f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
-            f"needs eval_dataset.prompt and .answer"
-        )
+        raise none_usable(raw_rows, source)
     make_ids_unique(rows, name)
     if left_out:
         say_on_rank_0(
@@ -223,6 +214,20 @@ def usable_rows(raw_rows: dict[str, dict], source: dict, also: list[str]) -> lis
             f"left out, the first is {left_out[0]}"
         )
     return rows
+
+
+def none_usable(raw_rows: dict[str, dict], source: dict) -> UserError:
+    """The error to raise if no row of a source has both prompt and answer."""
+    first = next(iter(raw_rows.values()), {})
+    columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
+    split = "" if has_no_splits(Path(source["name"])) else f" split {source['split']!r}"
+    return UserError(
+        f"{source['name']!r}{split}: none of its {len(raw_rows)} rows has both a prompt "
+        f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
+        f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
+        f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
+        f"needs eval_dataset.prompt and .answer"
+    )
 
 
 def id_of(row: dict, number: int) -> str:
@@ -389,24 +394,8 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     elif is_saved_to_disk(Path(name)):
         check_single(source)
 
-    wanted = []
-    for column in [source["prompt"], source["answer"], *source["more"]]:
-        whole = whole_column(dataset.features, column)
-        if whole is None:
-            # Features are nested dicts, as rows are
-            columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
-            raise UserError(
-                f"dataset {name!r} has no column {column!r}; its columns are "
-                f"{', '.join(columns)}. The source's entries prompt, answer and more name columns "
-                f"(docs/data.md); an eval_dataset with a name inherits none of them"
-            )
-        wanted.append(whole)
-    for column in (*OURS, *also):  # optional
-        whole = whole_column(dataset.features, column)
-        if whole is not None:
-            wanted.append(whole)
     # the other columns may be gigabytes, such as rollouts of other models
-    dataset = dataset.select_columns(list(dict.fromkeys(wanted)))
+    dataset = dataset.select_columns(wanted_columns(dataset, source, also))
     try:
         rows = dataset.to_list()
     except UnicodeDecodeError as error:
@@ -419,6 +408,28 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     if dataset.builder_name == "json":
         warn_of_guesses(rows, dataset.features, name)
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
+
+
+def wanted_columns(dataset, source: dict, also: list[str]) -> list[str]:
+    """The columns that read_dataset() reads, each once; UserError for one that `source` names and
+    the dataset does not have."""
+    wanted = {}  # a dict keeps the order and drops repetitions
+    for column in (source["prompt"], source["answer"], *source["more"]):
+        whole = whole_column(dataset.features, column)
+        if whole is None:
+            # Features are nested dicts, as rows are
+            columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
+            raise UserError(
+                f"dataset {source['name']!r} has no column {column!r}; its columns are "
+                f"{', '.join(columns)}. The source's entries prompt, answer and more name columns "
+                f"(docs/data.md); an eval_dataset with a name inherits none of them"
+            )
+        wanted[whole] = None
+    for column in (*OURS, *also):  # optional
+        whole = whole_column(dataset.features, column)
+        if whole is not None:
+            wanted[whole] = None
+    return list(wanted)
 
 
 def check_part(source: dict) -> None:

@@ -122,15 +122,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
     Solutions without a token or longer than max_completion_length are left out, and their number is
     printed."""
-    for row in rows:
-        solutions = row.get("solutions")
-        if solutions is None:
-            continue
-        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
-            raise UserError(
-                f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
-                f"{quoted(solutions)}"
-            )
+    check_solutions(rows)
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError(
@@ -161,6 +153,19 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
             raise UserError(f"{sentence}: nothing is left to learn from")
         say_on_rank_0(f"{sentence}, and are left out")
     return groups
+
+
+def check_solutions(rows: list[dict]) -> None:
+    """UserError for a row whose "solutions" are not texts."""
+    for row in rows:
+        solutions = row.get("solutions")
+        if solutions is None:
+            continue
+        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
+            raise UserError(
+                f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
+                f"{quoted(solutions)}"
+            )
 
 
 def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
