@@ -116,8 +116,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         check_ranks(config, own["ranks"])
         check_patience(own["patience"], config)
         for seed in range(1, own["seeds"] + 1):
-            run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
-            runs.append(run | {key: own[key] for key in ("eval_seeds", "patience")})
+            runs.append(plan_run(arm, seed, own, flags, config))
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay in the file's order
@@ -172,7 +171,8 @@ def evaluation_settings(config: dict) -> list:
     return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]
 
 
-def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
+def plan_run(arm: str, seed: int, own: dict, flags: list[str], config: dict) -> dict:
+    folder = own["output"] / arm / f"seed_{seed}"
     # so that an interrupted run can be continued from its last evaluation
     save_steps = config["save_steps"] if config["save_steps"] > 0 else config["eval_steps"]
     settings = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
@@ -182,6 +182,8 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
         "folder": folder,
         "config": config | settings,
         "flags": [*flags, *flags_of(settings)],
+        "eval_seeds": own["eval_seeds"],
+        "patience": own["patience"],
     }
 
 

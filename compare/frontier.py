@@ -42,8 +42,9 @@ from compare.results import (
 )
 
 OWN = {"picture": "", "output": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
-METRICS = ("mean", "pass", "coverage", "distinct")
-NEEDED = METRICS[:2]  # the others are shown if all evaluations have them
+NEEDED = ("mean", "pass")
+OPTIONAL = ("coverage", "distinct")  # shown if all evaluations have them
+METRICS = NEEDED + OPTIONAL
 # of training, averaged over the steps since the evaluation before, if a file is written
 AVERAGED = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
 NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
@@ -62,7 +63,7 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
             if not all(0 <= line[metric] <= 1 for metric in NEEDED):
                 raise ValueError
-            for metric in METRICS[2:]:
+            for metric in OPTIONAL:
                 line[metric] = number(record.get(f"{metric}@{k}"))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(

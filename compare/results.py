@@ -3,7 +3,7 @@
     print(write_results(runs, baseline, output, missing))       # results.md
     draw(runs, output)                                          # comparison.png
 
-A run is a dict with "arm", "seed", "folder" and "config", made by compare.__main__.plan_run.
+A run is a dict with "arm", "seed", "folder", "config" and more: compare.__main__.plan_run makes it.
 
 An effect is the arm's mean minus the baseline's, estimated by a regression of each problem's
 outcome on the arm. All runs answer the same problems, so errors are clustered by problem. Interval
