@@ -177,6 +177,13 @@ def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
             check_known(ids, tokenizer, vocab_size, "a prompt or a solution")
 
 
+def hash_of(groups: list) -> str:
+    whole = hashlib.sha256()
+    for group in groups:
+        whole.update(json.dumps(group).encode())
+    return whole.hexdigest()[:16]
+
+
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
     """This rank's share of a step's demonstrations: `size` rows are drawn with replacement, and one
     solution from each."""
@@ -306,10 +313,7 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
 def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | None) -> None:
     """Trains on all ranks together; rank 0 saves the model to output_dir. trained: see save()."""
     world = start_distributed()
-    demonstrations_hash = hashlib.sha256()
-    for group in groups:
-        demonstrations_hash.update(json.dumps(group).encode())
-    check_alike(c | own | {"hash of the demonstrations": demonstrations_hash.hexdigest()[:16]})
+    check_alike(c | own | {"hash of the demonstrations": hash_of(groups)})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
