@@ -183,12 +183,11 @@ def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
     return trained[metrics].tail(LAST).mean()
 
 
-def row_of_arm(arm: str, evaluations: pd.DataFrame, shown: list[str], problems: int) -> list[str]:
-    lasts, bests = [], []
-    for _, run in evaluations.groupby("seed"):
-        lasts.append(end_of(run, shown))
-        bests.append(best_point(run, problems))
-    lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
+def row_of_arm(
+    arm: str, evaluations: pd.DataFrame, bests: pd.DataFrame, shown: list[str]
+) -> list[str]:
+    """bests: a line for the best point of each run."""
+    lasts = pd.DataFrame([end_of(run, shown) for _, run in evaluations.groupby("seed")])
     steps = evaluations.groupby("seed")["step"].max()
     row = [arm, str(len(bests)), f"{steps.mean():.0f}"]
     row += [spread(lasts[metric]) for metric in shown]
@@ -207,13 +206,12 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     head += ["best point: step", f"mean@{k}", f"pass@{k}", "minutes to it"]
     start = evaluations[evaluations["step"] == 0]
     rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in shown), "", "", "", ""]]
-    reached = {}
+    bests = {}  # {arm: a line for the best point of each run}
     for arm, of_arm in evaluations.groupby("arm"):
-        points = [best_point(run, problems)["mean"] for _, run in of_arm.groupby("seed")]
-        reached[arm] = sum(points) / len(points)
-    for arm in sorted(reached, key=lambda name: -reached[name]):
+        bests[arm] = pd.DataFrame([best_point(run, problems) for _, run in of_arm.groupby("seed")])
+    for arm in sorted(bests, key=lambda name: -bests[name]["mean"].mean()):
         of_arm = evaluations[evaluations["arm"] == arm]
-        rows.append(row_of_arm(arm, of_arm, shown, problems))
+        rows.append(row_of_arm(arm, of_arm, bests[arm], shown))
     return markdown(head, *rows)
 
 
