@@ -214,9 +214,9 @@ class Server:
             self.check_echo(parsed, answer, headers["X-Request-Id"])
         return parsed
 
-    def check_echo(self, found, answer: httpcore.Response, asked: str) -> None:
+    def check_echo(self, parsed, answer: httpcore.Response, asked: str) -> None:
         """ServerError if the body or the header names another request than ours."""
-        in_body = found.get("id") if isinstance(found, dict) else None
+        in_body = parsed.get("id") if isinstance(parsed, dict) else None
         echoes = [str(in_body).removeprefix("cmpl-")]
         # the body must have the id; the header is checked if there is one
         for name, value in answer.headers:
