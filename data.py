@@ -64,7 +64,7 @@ def load_rows(source: dict, seed: int, also: list[str] = ()) -> list[dict]:
             check_single(source)
         is_jsonl = names_file(name, ".jsonl")
         raw_rows = read_jsonl(name) if is_jsonl else read_dataset(source, also)
-        rows = usable_rows(raw_rows, source, [*source["more"], *also])
+        rows = usable_rows(raw_rows, source, also)
     for row in rows:
         row.pop("uncut_prompt", None)  # the trainer's own column, see prompts.with_uncut()
     return rows
@@ -161,39 +161,41 @@ def check_single(source: dict) -> None:
 
 def inner_columns(row: dict, *columns: str) -> list[str]:
     """For an error about a missing "outer.inner": the columns that the row's "outer" does have."""
-    found = []
+    inner = []
     for column in columns:
         outer, dot, _ = column.partition(".")
         if dot and isinstance(row.get(outer), dict):
-            found += [f"{outer}.{key}" for key in row[outer]]
-    return found
+            inner += [f"{outer}.{key}" for key in row[outer]]
+    return inner
 
 
-def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[dict]:
+def usable_rows(raw_rows: dict[str, dict], source: dict, also: list[str]) -> list[dict]:
     """Turns a source's rows into this program's rows; those without prompt or answer are left out.
-    found: {place: raw row}; more: names of further columns."""
+    raw_rows: {where it stands, for errors: row}; also: see load_rows()."""
+    name = source["name"]
+    absent = object()
     for column in source["more"]:
         # a .jsonl file, and a column that a dataset keeps as JSON, have only what is in their rows
-        if found and all(column_of(raw, column, found) is found for raw in found.values()):
-            raise UserError(f'{source["name"]!r}: no row has the column {column!r} ("more")')
+        if raw_rows and all(column_of(raw, column, absent) is absent for raw in raw_rows.values()):
+            raise UserError(f'{name!r}: no row has the column {column!r} ("more")')
     rows = []
-    left_out = []  # their places
-    for i, (place, raw) in enumerate(found.items()):
+    left_out = []  # where they stand
+    for i, (where, raw) in enumerate(raw_rows.items()):
         prompt = column_of(raw, source["prompt"])
         answer = column_of(raw, source["answer"])
         # 0 and False are answers, NaN (which does not equal itself) is not
         if prompt is None or is_blank(prompt) or answer in (None, "") or answer != answer:
-            left_out.append(place)
+            left_out.append(where)
             continue
         if fault := prompt_fault(prompt):
-            raise UserError(f"{place}: the prompt (column {source['prompt']!r}) {fault}")
-        check_fields(raw, place)
-        check_depth(raw, place)
+            raise UserError(f"{where}: the prompt (column {source['prompt']!r}) {fault}")
+        check_fields(raw, where)
+        check_depth(raw, where)
         row = dict(raw)  # rewards get the other columns
-        for column in more:
-            value = column_of(raw, column)
-            # a column that the config asks for is in every row, as None where it has no value
-            if column in source["more"] or ("." in column and value is not None):
+        for column in source["more"]:  # in every row, as None where it has no value
+            row[column] = column_of(raw, column)
+        for column in also:  # only where it has one
+            if (value := column_of(raw, column)) is not None:
                 row[column] = value
         row["id"] = id_of(raw, i)
         row["task"] = own_task(raw) or source["task"]
@@ -203,25 +205,29 @@ def usable_rows(found: dict[str, dict], source: dict, more: list[str]) -> list[d
         row.pop("completion", None)  # rewards have an argument of that name
         rows.append(row)
 
-    name = source["name"]
     if not rows:
-        first = next(iter(found.values()), {})
-        columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
-        split = "" if has_no_splits(Path(name)) else f" split {source['split']!r}"
-        raise UserError(
-            f"{name!r}{split}: none of its {len(found)} rows has both a prompt "
-            f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
-            f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
-            f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
-            f"needs eval_dataset.prompt and .answer"
-        )
+        raise none_usable(raw_rows, source)
     make_ids_unique(rows, name)
     if left_out:
         say_on_rank_0(
-            f"{name}: {len(left_out)} of {len(found)} rows have no prompt or no answer and are "
+            f"{name}: {len(left_out)} of {len(raw_rows)} rows have no prompt or no answer and are "
             f"left out, the first is {left_out[0]}"
         )
     return rows
+
+
+def none_usable(raw_rows: dict[str, dict], source: dict) -> UserError:
+    """The error to raise if no row of a source has both prompt and answer."""
+    first = next(iter(raw_rows.values()), {})
+    columns = [*first, *inner_columns(first, source["prompt"], source["answer"])]
+    split = "" if has_no_splits(Path(source["name"])) else f" split {source['split']!r}"
+    return UserError(
+        f"{source['name']!r}{split}: none of its {len(raw_rows)} rows has both a prompt "
+        f"(column {source['prompt']!r}) and an answer (column {source['answer']!r}); its "
+        f"columns are: {', '.join(columns) or 'none'}. Set dataset.prompt and dataset.answer "
+        f"(any column, if no reward reads an answer); an eval_dataset with a name of its own "
+        f"needs eval_dataset.prompt and .answer"
+    )
 
 
 def id_of(row: dict, number: int) -> str:
@@ -376,36 +382,20 @@ def read_row(line: str, where: str) -> dict:
 
 
 def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
-    """{place: row} with the columns that `source` names, and those of OURS and `also` that the
-    dataset has."""
+    """{"dataset NAME, row I": row} with the columns that `source` names, and those of OURS and
+    `also` that the dataset has."""
     name = source["name"]
     split = source["split"]
     check_part(source)
-    check_folder(name)
+    check_readable(name)
     dataset = open_dataset(source)
     if isinstance(dataset, dict):  # {split: dataset}, as save_to_disk keeps them
         dataset = part_of(dataset, split, name)
     elif is_saved_to_disk(Path(name)):
         check_single(source)
 
-    wanted = []
-    for column in [source["prompt"], source["answer"], *source["more"]]:
-        whole = whole_column(dataset.features, column)
-        if whole is None:
-            # Features are nested dicts, as rows are
-            columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
-            raise UserError(
-                f"dataset {name!r} has no column {column!r}; its columns are "
-                f"{', '.join(columns)}. The source's entries prompt, answer and more name columns "
-                f"(docs/data.md); an eval_dataset with a name inherits none of them"
-            )
-        wanted.append(whole)
-    for column in (*OURS, *also):  # optional
-        whole = whole_column(dataset.features, column)
-        if whole is not None:
-            wanted.append(whole)
     # the other columns may be gigabytes, such as rollouts of other models
-    dataset = dataset.select_columns(list(dict.fromkeys(wanted)))
+    dataset = dataset.select_columns(wanted_columns(dataset, source, also))
     try:
         rows = dataset.to_list()
     except UnicodeDecodeError as error:
@@ -420,9 +410,31 @@ def read_dataset(source: dict, also: list[str]) -> dict[str, dict]:
     return {f"dataset {name!r}, row {i}": row for i, row in enumerate(rows)}
 
 
+def wanted_columns(dataset, source: dict, also: list[str]) -> list[str]:
+    """The columns that read_dataset() reads, each once; UserError for one that `source` names and
+    the dataset does not have."""
+    wanted = {}  # a dict keeps the order and drops repetitions
+    for column in (source["prompt"], source["answer"], *source["more"]):
+        whole = whole_column(dataset.features, column)
+        if whole is None:
+            # Features are nested dicts, as rows are
+            columns = [*dataset.column_names, *inner_columns(dataset.features, column)]
+            raise UserError(
+                f"dataset {source['name']!r} has no column {column!r}; its columns are "
+                f"{', '.join(columns)}. The source's entries prompt, answer and more name columns "
+                f"(docs/data.md); an eval_dataset with a name inherits none of them"
+            )
+        wanted[whole] = None
+    for column in (*OURS, *also):  # optional
+        whole = whole_column(dataset.features, column)
+        if whole is not None:
+            wanted[whole] = None
+    return list(wanted)
+
+
 def check_part(source: dict) -> None:
     """UserError if what stands in brackets behind a split is not a part of it."""
-    import datasets
+    import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
 
     split = source["split"]
     try:
@@ -436,14 +448,38 @@ def check_part(source: dict) -> None:
         ) from None
 
 
-def check_folder(name: str) -> None:
-    """UserError for a folder for which the datasets library would read another: it looks for files
-    by a pattern that the folder's name is part of. What save_to_disk wrote it opens by name."""
+def check_readable(name: str) -> None:
+    """UserError for a dataset where there is nothing, or for whose name the datasets library would
+    read something else."""
+    import datasets
+
+    # the library looks for files by a pattern that the folder's name is part of; what save_to_disk
+    # wrote it opens by name
     whole = os.path.realpath(name)
     if os.path.isdir(name) and glob.has_magic(whole) and not is_saved_to_disk(Path(name)):
         raise UserError(
             f"dataset {name!r}: the datasets library takes [, * and ? in the name of its folder, "
             f"{whole!r}, for a pattern, and may read another folder: rename it"
+        )
+    if Path(name).stem in tasks.NAMES and name.endswith(".py"):
+        raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
+    if os.path.isfile(name) and not name.endswith(".parquet"):
+        raise UserError(
+            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
+            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
+        )
+    is_path = name.startswith(PATHS)
+    if names_file(name, ".parquet"):  # the name may be a pattern, or an address
+        is_path = not glob.has_magic(name) and "://" not in name
+    if is_path and not os.path.exists(name):  # no need to ask the hub
+        raise UserError(
+            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
+        )
+    readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
+    if name in readers and not os.path.isdir(name):
+        raise UserError(
+            f"dataset {name!r} is the name of a file format, for which the datasets library would "
+            f"read all such files in the current folder: name a folder with your files"
         )
 
 
@@ -531,30 +567,10 @@ def open_dataset(source: dict):
     """A dataset, or a dict of its splits; UserError if it can't be loaded.
 
     If the hub is busy, huggingface_hub tries again after 1, 2, 4, 8 and 8 seconds."""
-    import datasets  # here: it takes seconds, and tasks and .jsonl files don't need it
+    import datasets
 
     name = source["name"]
-    if Path(name).stem in tasks.NAMES and name.endswith(".py"):
-        raise UserError(f"dataset {name!r} is a task: name it {Path(name).stem!r}")
-    if os.path.isfile(name) and not name.endswith(".parquet"):
-        raise UserError(
-            f"dataset {name!r} is a file that is neither .jsonl nor .parquet: any other that the "
-            f"datasets library reads, such as .csv, must be in a folder of its own: name the folder"
-        )
     is_parquet = names_file(name, ".parquet")
-    is_path = name.startswith(PATHS)
-    if is_parquet:  # the name may be a pattern, or an address
-        is_path = not glob.has_magic(name) and "://" not in name
-    if is_path and not os.path.exists(name):  # no need to ask the hub
-        raise UserError(
-            f"dataset {name!r} is neither a file nor a folder{sought(name)}{near_path(name)}"
-        )
-    readers = os.listdir(datasets.packaged_modules.__path__[0])  # csv, json, text, ...
-    if name in readers and not os.path.isdir(name):
-        raise UserError(
-            f"dataset {name!r} is the name of a file format, for which the datasets library would "
-            f"read all such files in the current folder: name a folder with your files"
-        )
     unknown = ""  # for errors: the name may be misspelt, so say what else it is not
     if not (is_parquet or os.path.isdir(name)):
         if use_cache_without_hub(datasets.config.HF_ENDPOINT):
@@ -719,8 +735,8 @@ def leave_out_evaluated(pools: list[list[dict]], eval_rows: list[dict], c: dict)
     if c["allow_leakage"]:
         say_on_rank_0(f"warning: {sentence} (allow_leakage=True)")
         return pools
-    places = [*sources(c), entries(c, "easy_dataset")]
-    for source, rows, rest in zip(places, pools, left):
+    sources_of_pools = [*sources(c), entries(c, "easy_dataset")]
+    for source, rows, rest in zip(sources_of_pools, pools, left):
         if rows and not rest:
             raise UserError(
                 f"{sentence}, and without them nothing is left of {source['name']!r}: set a "

@@ -233,39 +233,42 @@ def running_mean(values) -> list[float]:
 
 
 def draw_curves(lines: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file, no window
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     panels = panels_of(lines)
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / 3)
-    figure = plt.figure(figsize=(4 * columns, 3 * rows), layout="constrained")
-    smooth = False  # whether a running mean is drawn
-    for place, (title, curves) in enumerate(panels.items(), start=1):
-        axis = figure.add_subplot(rows, columns, place, title=title, xlabel="step")
-        right = axis.twinx() if set(ON_THE_RIGHT) & set(curves) else None
-        handles = []
-        for i, (name, (steps, values)) in enumerate(curves.items()):
-            side, label, style = axis, name.removeprefix("eval/"), {"color": f"C{i}"}
-            if name in ON_THE_RIGHT:
-                side, label = right, f"{name.removeprefix('sampling/')} (right)"
-            if name.startswith("eval/"):
-                handles += side.plot(steps, values, marker="o", markersize=3, label=label, **style)
-            else:  # single steps are noisy: draw them faintly, and their running mean
-                handles += side.plot(steps, running_mean(values), label=label, **style)
-                side.plot(steps, values, alpha=0.25, linewidth=0.8, **style)
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
-        if right is not None:
-            right.set_ylim(bottom=0)
-        (right or axis).legend(handles=handles, fontsize=8)  # the right one is drawn above
-        smooth = smooth or not all(name.startswith("eval/") for name in curves)
-    if smooth:
+    figure = Figure(figsize=(4 * columns, 3 * rows), layout="constrained")
+    has_steps = False  # whether a curve is not of evaluations
+    for number, (title, curves) in enumerate(panels.items(), start=1):
+        draw_panel(figure.add_subplot(rows, columns, number, title=title, xlabel="step"), curves)
+        has_steps = has_steps or not all(name.startswith("eval/") for name in curves)
+    if has_steps:
         figure.supxlabel("bold: running mean of about 10 steps; faint: single steps", fontsize=8)
     figure.savefig(path, dpi=110)
-    plt.close(figure)
+
+
+def draw_panel(axis, curves: dict) -> None:
+    """Draws the curves of one panel, {metric: (steps, values)}."""
+    right = axis.twinx() if set(ON_THE_RIGHT) & set(curves) else None
+    handles = []
+    for i, (name, (steps, values)) in enumerate(curves.items()):
+        color = f"C{i}"
+        side = axis
+        label = name.removeprefix("eval/")
+        if name in ON_THE_RIGHT:
+            side = right
+            label = f"{name.removeprefix('sampling/')} (right)"
+        if name.startswith("eval/"):
+            handles += side.plot(steps, values, marker="o", markersize=3, label=label, color=color)
+        else:  # single steps are noisy: draw them faintly, and their running mean
+            handles += side.plot(steps, running_mean(values), label=label, color=color)
+            side.plot(steps, values, alpha=0.25, linewidth=0.8, color=color)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.grid(alpha=0.3)
+    if right is not None:
+        right.set_ylim(bottom=0)
+    (right or axis).legend(handles=handles, fontsize=8)  # the right one is drawn above
 
 
 def check_output(path: Path) -> None:

@@ -139,8 +139,8 @@ def check_rows(path: Path, rows: list[dict], G: int) -> None:
                 )
 
 
-def lines_of(group: list[dict], row: dict, values, rewards, functions: list) -> list[str]:
-    """The JSON lines of one prompt's G rollouts. values (G, F), rewards (G,). The reward is null if
+def lines_of(group: list[dict], row: dict, values, totals, functions: list) -> list[str]:
+    """The JSON lines of one prompt's G rollouts. values (G, F), totals (G,). The reward is null if
     a function failed on the completion."""
     lines = []
     for i, r in enumerate(group):
@@ -151,7 +151,7 @@ def lines_of(group: list[dict], row: dict, values, rewards, functions: list) -> 
             "answer": row["answer"],
             "sample": i,
             "completion": r["text"],
-            "reward": None if values[i].isinf().any() else rewards[i].item(),
+            "reward": None if values[i].isinf().any() else totals[i].item(),
             "rewards": scoring.by_name(functions, values[i]),
             "finish_reason": r["finish_reason"],
             "prompt_ids": list(r["prompt_ids"]),
@@ -184,8 +184,9 @@ def batch_lines(exam: evaluate.Exam, places: range, c: dict) -> dict[int, list[s
         )
     totals, _ = scoring.combine(values, exam.functions)  # (p, G)
     lines = {}
-    for n, group in enumerate(rollout.groups_of(rollouts, len(rows))):
-        lines[places[n]] = lines_of(group, rows[n], values[n], totals[n], exam.functions)
+    groups = rollout.groups_of(rollouts, len(rows))
+    for n, place in enumerate(places):
+        lines[place] = lines_of(groups[n], rows[n], values[n], totals[n], exam.functions)
     return lines
 
 

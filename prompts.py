@@ -106,6 +106,13 @@ def with_prompt(row: dict, text: str) -> dict:
     return {**row, "prompt": [*row["prompt"][:-1], {"role": "user", "content": text}]}
 
 
+def without_system_message(row: dict) -> dict:
+    prompt = row["prompt"]
+    if isinstance(prompt, list) and prompt[0]["role"] == "system":
+        return {**row, "prompt": prompt[1:]}
+    return row
+
+
 def prompt_identity(row: dict, system_prompt: str = "") -> str:
     """A text that is equal for equal prompts: the whole conversation, or only the user's text if
     there is nothing else."""
@@ -182,10 +189,7 @@ def prompt_keys(rows: list[dict]) -> set[str]:
     keys = set()
     for row in rows:
         for whole in with_uncut(row):
-            prompt = whole["prompt"]
-            if isinstance(prompt, list) and prompt[0]["role"] == "system":
-                prompt = prompt[1:]
-            keys.add(prompt_key({"prompt": prompt}))
+            keys.add(prompt_key(without_system_message(whole)))
     return keys
 
 
@@ -416,8 +420,8 @@ def with_bar(items, what: str, scale: int = 1):
     if len(items) * scale <= AT_ONCE or launched_rank() > 0:
         return items
     in_texts = scale if scale > 1 else False  # tqdm takes 1 for k, M, ...
-    settings = {"unit": "text", "unit_scale": in_texts, "delay": PATIENCE}
-    return progress(iterable=items, desc=f"{what}: ", **settings)
+    desc = f"{what}: "
+    return progress(iterable=items, desc=desc, unit="text", unit_scale=in_texts, delay=PATIENCE)
 
 
 RARE = "\U00010000"  # Linear B: only a vocabulary of bytes, which holds every character, knows it
@@ -449,12 +453,12 @@ def unknown_characters(texts: list[str], tokenizer) -> set[str]:
         return set()
     shown = set(filter(str.isprintable, set().union(*texts))) - {" "}
     doubtful = {character for character in shown if not is_token(character)}
-    places = {}  # character: the first text that holds it
+    first_text = {}  # {character: the first text that holds it}
     if doubtful:
         for text in texts:
-            for character in doubtful.intersection(text) - places.keys():
-                places[character] = text
-    return {character for character, text in places.items() if not matters(character, text)}
+            for character in doubtful.intersection(text) - first_text.keys():
+                first_text[character] = text
+    return {character for character, text in first_text.items() if not matters(character, text)}
 
 
 def warn_of_unknown(texts: list[str], tokenizer, what: str) -> None:
@@ -584,11 +588,11 @@ class Encoder:
 
     def cut_left(self, row: dict) -> dict | None:
         """The row with as much of the end of its prompt as fits; None if not even a token fits."""
-        message = self.tokenizer(prompt_text(row), add_special_tokens=False)["input_ids"]
-        # number of the message's tokens that are kept; it falls in each round
-        keep = min(len(message), self.limit)
+        text_ids = self.tokenizer(prompt_text(row), add_special_tokens=False)["input_ids"]
+        # number of the text's tokens that are kept; it falls in each round
+        keep = min(len(text_ids), self.limit)
         while keep > 0:
-            text = self.tokenizer.decode(message[len(message) - keep :])
+            text = self.tokenizer.decode(text_ids[-keep:])
             # lstrip: a character that was cut in two leaves a replacement character
             shorter = with_prompt(row, text.lstrip("\ufffd"))
             (ids,) = tokenise([self.render(shorter)], self.tokenizer)

@@ -314,7 +314,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     completions that the task considers the same answer. It is None for a wrong completion, for a
     task without modes and, with a warning, where mode() fails. right: (p, G) bool."""
     jobs = {}
-    places = []  # (key, row, completion) of each job
+    asked = []  # (key of its job, row, completion) of each right completion
     modes = [[None] * right.shape[1] for _ in rows]
     for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
         task = tasks.with_modes(row["task"])
@@ -324,10 +324,10 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
             if right[i, j]:
                 key = ("mode", id(row), r["text"])
                 jobs[key] = (f"{task.__name__}:mode", r["text"], {"answer": row["answer"]})
-                places.append((key, i, j))
+                asked.append((key, i, j))
     results = run_jobs(jobs, c)
     unnamed = []  # a clause for each right completion without a mode
-    for key, i, j in places:
+    for key, i, j in asked:
         mode = results[key]
         if mode is None or isinstance(mode, Failure):
             reason = mode.reason if mode else "gave None, as for a wrong completion"
@@ -338,7 +338,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
             modes[i][j] = str(mode)  # a number is a mode too
     if unnamed:
         print_above_bar(
-            f"warning: mode() can't name the answers of {len(unnamed)} of {len(places)} right "
+            f"warning: mode() can't name the answers of {len(unnamed)} of {len(asked)} right "
             f"completions, which do not count as different ones: {unnamed[0]}"
         )
     return modes

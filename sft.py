@@ -122,15 +122,7 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     prompts are the token ids of the row's prompt with each InfoSeed seed; [] if InfoSeed is off.
     Solutions without a token or longer than max_completion_length are left out, and their number is
     printed."""
-    for row in rows:
-        solutions = row.get("solutions")
-        if solutions is None:
-            continue
-        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
-            raise UserError(
-                f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
-                f"{quoted(solutions)}"
-            )
+    check_solutions(rows)
     texts = [text for row in rows for text in row.get("solutions") or []]
     if not texts:
         raise UserError(
@@ -163,6 +155,19 @@ def demonstrations(rows: list[dict], tokenizer, c: dict) -> list[tuple[list, lis
     return groups
 
 
+def check_solutions(rows: list[dict]) -> None:
+    """UserError for a row whose "solutions" are not texts."""
+    for row in rows:
+        solutions = row.get("solutions")
+        if solutions is None:
+            continue
+        if not isinstance(solutions, list) or not all(isinstance(text, str) for text in solutions):
+            raise UserError(
+                f"dataset: row {row['id']!r}: 'solutions' must be a list of texts, not "
+                f"{quoted(solutions)}"
+            )
+
+
 def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
     """UserError if a demonstration has a token that the model does not know. groups: the result of
     demonstrations()."""
@@ -170,6 +175,13 @@ def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
         for demo in group:
             ids = demo["prompt_ids"] + demo["completion_ids"]
             check_known(ids, tokenizer, vocab_size, "a prompt or a solution")
+
+
+def hash_of(groups: list) -> str:
+    whole = hashlib.sha256()
+    for group in groups:
+        whole.update(json.dumps(group).encode())
+    return whole.hexdigest()[:16]
 
 
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
@@ -194,8 +206,8 @@ def demonstration(group: list[dict], seeded: list, rng) -> dict:
     # seeds divide the sorted solutions into equal shares, which overlap if solutions are few
     z = rng.randrange(len(seeded))
     ordered = sorted(group, key=lambda demo: demo["completion_ids"])
-    place = int((z + rng.random()) / len(seeded) * len(group))  # in z's share
-    chosen = ordered[place] if rng.random() < SEEDED else rng.choice(group)
+    i = int((z + rng.random()) / len(seeded) * len(group))  # in z's share
+    chosen = ordered[i] if rng.random() < SEEDED else rng.choice(group)
     return chosen | {"prompt_ids": seeded[z]}
 
 
@@ -301,10 +313,7 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
 def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | None) -> None:
     """Trains on all ranks together; rank 0 saves the model to output_dir. trained: see save()."""
     world = start_distributed()
-    demonstrations_hash = hashlib.sha256()
-    for group in groups:
-        demonstrations_hash.update(json.dumps(group).encode())
-    check_alike(c | own | {"hash of the demonstrations": demonstrations_hash.hexdigest()[:16]})
+    check_alike(c | own | {"hash of the demonstrations": hash_of(groups)})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))

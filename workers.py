@@ -69,7 +69,7 @@ SOUGHT = (  # where a user's function comes from
     "and without a folder"
 )
 CLOSED = "closed its socket"
-SAID_TOO_MUCH = "sent a malformed reply"
+MALFORMED = "sent a malformed reply"
 LINES_SHOWN = 100  # lines of a worker's output that are printed
 
 ENVIRONMENT = (
@@ -162,7 +162,7 @@ class Worker:
         # what follows the last newline is kept until its line is complete
         *whole, self.received = (self.received + received).split(b"\n")
         if not received or len(self.received) > LONGEST_LINE:
-            self.fault = SAID_TOO_MUCH if received else CLOSED
+            self.fault = MALFORMED if received else CLOSED
         return whole
 
 
@@ -285,7 +285,7 @@ class Pool:
                 number = None
             if number != worker.answered or (worker.ready and not worker.jobs):
                 # something else wrote into its socket: trust nothing more that comes from it
-                worker.fault = SAID_TOO_MUCH
+                worker.fault = MALFORMED
                 return
             worker.answered += 1
             if not worker.ready:
@@ -325,7 +325,7 @@ class Pool:
             case ["refused", name, reason]:
                 raise refused(name, reason)
             case _:
-                worker.fault = SAID_TOO_MUCH
+                worker.fault = MALFORMED
 
     def cause_of_death(self, worker: Worker) -> str:
         # a dying worker closes its socket first; its keeper exits only after cleaning up
@@ -404,7 +404,7 @@ def checked_result(message):
     # type(), not isinstance(): True is an int
     if type(message) in (int, float) and abs(message) < BIGGEST:  # False for NaN
         return message
-    return Failure("error", f"the worker {SAID_TOO_MUCH}")
+    return Failure("error", f"the worker {MALFORMED}")
 
 
 # --- in a keeper
@@ -555,7 +555,7 @@ def no_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def limit(memory_gib: float) -> None:
+def limit_memory(memory_gib: float) -> None:
     """Limits this process's memory to what it has now plus `memory_gib`; inf lifts the limit."""
     import resource
 
@@ -626,7 +626,7 @@ def run_job(function: str, text: str, arguments: dict):
             return {"error": f"gave a value of type {kind}, neither a number nor a text{hint}"}
     except (Exception, SystemExit) as error:  # a reward may raise anything
         reason = f"{type(error).__name__}: {error}"[:LONGEST_REASON]
-        return {"error": reason + place_of(error, function)}
+        return {"error": reason + line_of(error, function)}
     if abs(number) < BIGGEST:
         return number
     return {"error": f"gave {number}; a reward must be finite and below {BIGGEST:g}"}
@@ -641,16 +641,16 @@ def number_of(value) -> float | None:
         return None
 
 
-def place_of(error: BaseException, function: str) -> str:
-    """Where in the function's own file an error came from, as " (file.py:12)"; "" if the traceback
-    does not pass through that file."""
+def line_of(error: BaseException, function: str) -> str:
+    """The line of the function's own file that an error came from, as " (file.py:12)"; "" if the
+    traceback does not pass through that file."""
     own_file = getattr(sys.modules.get(function.partition(":")[0]), "__file__", None)
-    place = ""
+    where = ""
     # not extract_tb, which reads the source of every frame: a reward may fail thousands of times
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == own_file:
-            place = f" ({os.path.basename(own_file)}:{line})"
-    return place
+            where = f" ({os.path.basename(own_file)}:{line})"
+    return where
 
 
 def announce(module: str) -> None:
@@ -699,11 +699,11 @@ def serve(file) -> None:
             return
         if functions:
             # an import may need more memory than a job is allowed
-            limit(math.inf)
+            limit_memory(math.inf)
             for function, row in functions:
                 if not load(function, row, say):
                     return
-            limit(memory_gib)
+            limit_memory(memory_gib)
             say("ready")
         for job in jobs:
             say(run_job(*job))

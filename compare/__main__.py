@@ -116,8 +116,7 @@ def plan_runs(own: dict, shared: list[str]) -> list[dict]:
         check_ranks(config, own["ranks"])
         check_patience(own["patience"], config)
         for seed in range(1, own["seeds"] + 1):
-            run = plan_run(arm, seed, own["output"] / arm / f"seed_{seed}", flags, config)
-            runs.append(run | {key: own[key] for key in ("eval_seeds", "patience")})
+            runs.append(plan_run(arm, seed, own, flags, config))
     if not runs:
         raise UserError(f"--arms={own['arms']} names no arm")
     return sorted(runs, key=lambda run: run["seed"])  # stable: arms stay in the file's order
@@ -172,7 +171,8 @@ def evaluation_settings(config: dict) -> list:
     return [config["reward_funcs"][0], eval_source(config), config["long_prompts"], *evaluation]
 
 
-def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) -> dict:
+def plan_run(arm: str, seed: int, own: dict, flags: list[str], config: dict) -> dict:
+    folder = own["output"] / arm / f"seed_{seed}"
     # so that an interrupted run can be continued from its last evaluation
     save_steps = config["save_steps"] if config["save_steps"] > 0 else config["eval_steps"]
     settings = {"seed": seed, "output_dir": str(folder), "save_steps": save_steps}
@@ -182,6 +182,8 @@ def plan_run(arm: str, seed: int, folder: Path, flags: list[str], config: dict) 
         "folder": folder,
         "config": config | settings,
         "flags": [*flags, *flags_of(settings)],
+        "eval_seeds": own["eval_seeds"],
+        "patience": own["patience"],
     }
 
 
@@ -330,16 +332,24 @@ def end_if_settled(run: dict, before: int, now: int) -> None:
         (run["folder"] / "stop").touch()
 
 
+def unfinished(runs: list[dict]) -> list[dict]:
+    """The runs that are not done. UserError, before anything starts, for a folder that holds a run
+    of another config, or that was evaluated otherwise."""
+    waiting = []
+    for run in runs:
+        if state_of(run) == "done":
+            check_evaluation(run)
+        else:
+            waiting.append(run)
+    return waiting
+
+
 def carry_out(runs: list[dict], own: dict, locked) -> None:
     """Trains and evaluates the unfinished runs, own["jobs"] at a time. If one fails its name is
     printed and the others go on. Leaves no process behind. locked: the locked file of the output
     folder, which every run inherits: if we are killed, the folder stays locked until they end."""
     live, stop = [], []
-    # state_of() raises for a folder with another config, here before anything starts
-    waiting = [run for run in runs if state_of(run) != "done"]
-    for run in runs:
-        if run not in waiting:
-            check_evaluation(run)
+    waiting = unfinished(runs)
     print(
         f"{len(runs)} runs, {len(waiting)} of them to do, {own['jobs']} at a time, {own['ranks']} "
         f"rank(s) each, into {own['output']}",
@@ -357,19 +367,19 @@ def carry_out(runs: list[dict], own: dict, locked) -> None:
                 live.append((run, start(run, own["ranks"], locked)))
             time.sleep(0.1)
             for run, process in list(live):
-                before, steps[run["folder"]] = steps[run["folder"]], steps_done(run)
-                end_if_settled(run, before, steps[run["folder"]])
+                now = steps_done(run)
+                end_if_settled(run, steps[run["folder"]], now)
+                steps[run["folder"]] = now
                 if process.poll() is None:
                     continue
                 live.remove((run, process))
                 # state_of(): a run may end with status 0 but without its last checkpoint
                 if process.returncode == 0 and state_of(run) == "trained":
-                    # to be evaluated at once
-                    waiting[:0] = [] if take_own_evaluation(run) else [run]
+                    if not take_own_evaluation(run):
+                        waiting.insert(0, run)  # to be evaluated at once
                     # a settled run has taken fewer steps than were announced
-                    bar.total -= run["config"]["max_steps"] - steps[run["folder"]]
-                    continue
-                if process.returncode:
+                    bar.total -= run["config"]["max_steps"] - now
+                elif process.returncode:
                     log = run["folder"].with_suffix(".log")
                     print_above_bar(f"failed: {run['folder']}, see {log}", file=sys.stderr)
             bar.set_postfix_str(f"{len(waiting) + len(live)} runs to do", refresh=False)

@@ -42,8 +42,9 @@ from compare.results import (
 )
 
 OWN = {"picture": "", "output": "", "arms": "", "problems": -1, "k": -1}  # -1: see measured_by()
-METRICS = ("mean", "pass", "coverage", "distinct")
-NEEDED = METRICS[:2]  # the others are shown if all evaluations have them
+NEEDED = ("mean", "pass")
+OPTIONAL = ("coverage", "distinct")  # shown if all evaluations have them
+METRICS = NEEDED + OPTIONAL
 # of training, averaged over the steps since the evaluation before, if a file is written
 AVERAGED = {"reward": "reward", "entropy": "entropy", "length": "completions/mean_length"}
 NOT_TRAINING = ("time/evaluate", "time/checkpoint")  # parts of time/step
@@ -62,7 +63,7 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
             if not all(0 <= line[metric] <= 1 for metric in NEEDED):
                 raise ValueError
-            for metric in METRICS[2:]:
+            for metric in OPTIONAL:
                 line[metric] = number(record.get(f"{metric}@{k}"))
         except (KeyError, TypeError, ValueError, OverflowError):
             raise UserError(
@@ -182,12 +183,11 @@ def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
     return trained[metrics].tail(LAST).mean()
 
 
-def row_of_arm(arm: str, evaluations: pd.DataFrame, shown: list[str], problems: int) -> list[str]:
-    lasts, bests = [], []
-    for _, run in evaluations.groupby("seed"):
-        lasts.append(end_of(run, shown))
-        bests.append(best_point(run, problems))
-    lasts, bests = pd.DataFrame(lasts), pd.DataFrame(bests)
+def row_of_arm(
+    arm: str, evaluations: pd.DataFrame, bests: pd.DataFrame, shown: list[str]
+) -> list[str]:
+    """bests: a line for the best point of each run."""
+    lasts = pd.DataFrame([end_of(run, shown) for _, run in evaluations.groupby("seed")])
     steps = evaluations.groupby("seed")["step"].max()
     row = [arm, str(len(bests)), f"{steps.mean():.0f}"]
     row += [spread(lasts[metric]) for metric in shown]
@@ -206,13 +206,12 @@ def table_of(evaluations: pd.DataFrame, problems: int, k: int) -> str:
     head += ["best point: step", f"mean@{k}", f"pass@{k}", "minutes to it"]
     start = evaluations[evaluations["step"] == 0]
     rows = [["(start)", "", "0", *(f"{start[m].mean():.3f}" for m in shown), "", "", "", ""]]
-    reached = {}
+    bests = {}  # {arm: a line for the best point of each run}
     for arm, of_arm in evaluations.groupby("arm"):
-        points = [best_point(run, problems)["mean"] for _, run in of_arm.groupby("seed")]
-        reached[arm] = sum(points) / len(points)
-    for arm in sorted(reached, key=lambda name: -reached[name]):
+        bests[arm] = pd.DataFrame([best_point(run, problems) for _, run in of_arm.groupby("seed")])
+    for arm in sorted(bests, key=lambda name: -bests[name]["mean"].mean()):
         of_arm = evaluations[evaluations["arm"] == arm]
-        rows.append(row_of_arm(arm, of_arm, shown, problems))
+        rows.append(row_of_arm(arm, of_arm, bests[arm], shown))
     return markdown(head, *rows)
 
 
@@ -220,14 +219,13 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
     """Draws pass@k, and coverage@k or else distinct@k where they are known, against mean@k. Each
     run is a path in the colour of its arm, averaged over LAST neighbouring evaluations, from a
     cross at its start to a dot at its end."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws to a file, needs no window
-    import matplotlib.pyplot as plt
+    # not pyplot, which would look for a window
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     shown = complete_metrics(evaluations, METRICS)[1:3]
-    size = (6.5 * len(shown), 5)
-    figure, axes = plt.subplots(1, len(shown), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(6.5 * len(shown), 5), layout="constrained")
+    axes = figure.subplots(1, len(shown), squeeze=False)
     colors = colors_of(evaluations["arm"])
     for axis, metric in zip(axes[0], shown, strict=True):
         for (arm, _), run in evaluations.groupby(["arm", "seed"]):
@@ -237,10 +235,9 @@ def draw(evaluations: pd.DataFrame, picture: Path, k: int) -> None:
         axis.set_ylabel(f"{metric}@{k}")
         axis.grid(alpha=0.3)
     # not beside the dots, because the ends of good arms lie upon each other
-    dots = [plt.Line2D([], [], color=color, marker="o") for color in colors.values()]
+    dots = [Line2D([], [], color=color, marker="o") for color in colors.values()]
     figure.legend(dots, list(colors), loc="outside right upper", fontsize=8)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def main(argv) -> None:

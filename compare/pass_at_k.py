@@ -169,12 +169,10 @@ def show(table: pd.DataFrame) -> str:
 
 def draw(table: pd.DataFrame, picture: Path) -> None:
     """Draws each arm's mean against k, and the range over its runs."""
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
-    matplotlib.use("Agg")  # draws to a file, needs no window
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axis = figure.subplots()
     by_arm = table.groupby(level="arm", sort=False)
     means, low, high = by_arm.mean(), by_arm.min(), by_arm.max()
     colors = colors_of(means.index)
@@ -187,7 +185,6 @@ def draw(table: pd.DataFrame, picture: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def main(argv) -> None:

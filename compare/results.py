@@ -3,7 +3,7 @@
     print(write_results(runs, baseline, output, missing))       # results.md
     draw(runs, output)                                          # comparison.png
 
-A run is a dict with "arm", "seed", "folder" and "config", made by compare.__main__.plan_run.
+A run is a dict with "arm", "seed", "folder", "config" and more: compare.__main__.plan_run makes it.
 
 An effect is the arm's mean minus the baseline's, estimated by a regression of each problem's
 outcome on the arm. All runs answer the same problems, so errors are clustered by problem. Interval
@@ -533,20 +533,17 @@ def prepare_file(flag: str, path: str) -> None:
 
 def colors_of(arms) -> dict:
     """A colour for each arm, the same in all panels; neighbours of up to ten differ in hue."""
-    import matplotlib.pyplot as plt
+    from matplotlib import colormaps
 
     names = list(dict.fromkeys(arms))
-    colors = plt.get_cmap("tab10" if len(names) <= 10 else "tab20")
+    colors = colormaps["tab10" if len(names) <= 10 else "tab20"]
     return {arm: colors(i % colors.N) for i, arm in enumerate(names)}
 
 
 def draw(runs: list[dict], output: Path) -> Path:
     """Draws comparison.png: learning curves with the range over runs, the training reward, pass and
     coverage against mean, and the dose-responses. Returns its path."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws to a file, needs no window
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     outcomes, curves = load_outcomes(runs), load_curves(runs)
     k = k_of(runs)
@@ -556,8 +553,8 @@ def draw(runs: list[dict], output: Path) -> Path:
     count = len(shown) + 1 + len(planes) + len(dosed)
     columns = 3 if count <= 6 else 4
     rows = -(-count // columns)  # rounded up
-    size = (5 * columns, 4 * rows)
-    figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+    figure = Figure(figsize=(5 * columns, 4 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False)
     color = colors_of(curves["arm"])
 
     free = iter(axes.flat)
@@ -573,5 +570,4 @@ def draw(runs: list[dict], output: Path) -> Path:
         axis.set_visible(i < count)
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=8)
     figure.savefig(output / "comparison.png", dpi=110)
-    plt.close(figure)
     return output / "comparison.png"

@@ -36,15 +36,15 @@ def metrics_by_step(run: Path) -> pd.DataFrame:
     return steps.apply(pd.to_numeric, errors="coerce")
 
 
-def held(measured: pd.Series, aims: pd.Series | None) -> list[str]:
+def held(measured: pd.Series, targets: pd.Series | None) -> list[str]:
     """Three cells: the mean of the measured values, the last target, the mean distance between
     values and targets."""
     if measured.isna().all():
         return ["", "", ""]
     mean = f"{measured.mean():.4f}"
-    if aims is None:
+    if targets is None:
         return [mean, "", ""]
-    return [mean, f"{aims.iloc[-1]:g}", f"{(measured - aims).abs().mean():.4f}"]
+    return [mean, f"{targets.iloc[-1]:g}", f"{(measured - targets).abs().mean():.4f}"]
 
 
 def bounded(values: pd.Series, moves: bool, low: float, high: float) -> list[str]:
@@ -61,20 +61,21 @@ def row_of(arm: str, seed: int, run: Path, steps: pd.DataFrame, last: int) -> li
     steps = steps.tail(last or (count + 1) // 2)
     tau = steps["tau"].fillna(math.inf)  # metrics.jsonl has null for infinity
     meta = c["controller_meta_method"] != ""
-    aims = {"entropy": None, "kl": None}
+    entropy_targets = None
+    kl_targets = None
     if moves_tau(c):
         # step - 1: metrics.jsonl counts steps from 1, controllers from 0
-        aims["entropy"] = steps["step"].map(lambda step: entropy_target(step - 1, c))
+        entropy_targets = steps["step"].map(lambda step: entropy_target(step - 1, c))
     if moves_beta(c):
-        aims["kl"] = pd.Series(c["kl_target"], steps.index)
+        kl_targets = pd.Series(c["kl_target"], steps.index)
     # a metric that was never measured has no column
     nothing = pd.Series(float("nan"), steps.index)
     return [
         arm,
         str(seed),
         str(count),
-        *held(steps.get(steering_metric(c), nothing), aims["entropy"]),
-        *held(steps.get("meta/kl" if meta else "kl", nothing), aims["kl"]),
+        *held(steps.get(steering_metric(c), nothing), entropy_targets),
+        *held(steps.get("meta/kl" if meta else "kl", nothing), kl_targets),
         *bounded(tau, moves_tau(c), c["maxent_tau_min"], c["maxent_tau_max"]),
         *bounded(steps["beta"], moves_beta(c), c["beta_min"], c["beta_max"]),
     ]

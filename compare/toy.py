@@ -271,15 +271,12 @@ def table_of(runs: dict, pulls: dict) -> str:
 def draw(configs: dict, runs: dict, picture: Path) -> None:
     """Above: the pushes on the rows of GROUP, a panel for each arm. Below: how much a group counts,
     and the way of each run from a cross to a dot."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # draws to a file, needs no window
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     colors = colors_of(configs)
     columns = min(5, len(configs))
     rows = -(-len(configs) // columns)  # rounded up
-    figure = plt.figure(figsize=(14, 4.4 + 1.9 * rows), layout="constrained")
+    figure = Figure(figsize=(14, 4.4 + 1.9 * rows), layout="constrained")
     above, below = figure.subfigures(2, 1, height_ratios=[1.9 * rows, 4.4])
     above.suptitle(
         "Push on each row of one group (shares): A and B are right, x and y wrong; "
@@ -313,7 +310,6 @@ def draw(configs: dict, runs: dict, picture: Path) -> None:
         panel.grid(alpha=0.3)
     below.legend(*weight.get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     figure.savefig(picture, dpi=110)
-    plt.close(figure)
 
 
 def read_arms(file, shared: list[str]) -> dict:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import uuid
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,10 +26,10 @@ from server.http import Server, on_each
 SHARD = 2**31  # bytes of weights per file, and in CPU memory at a time
 
 
-def run_name(token: str) -> str:
-    """A name for this process's weights: host, process id, and a token, because process ids are
-    reused."""
-    return f"{socket.gethostname()}-{os.getpid()}-{token}"
+def run_name() -> str:
+    """A name for this process's weights: host, process id, and a random token, because process ids
+    are reused."""
+    return f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
 
 class DiskTransfer:

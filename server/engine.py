@@ -21,7 +21,6 @@ import os
 import random
 import threading
 import time
-import uuid
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -54,7 +53,7 @@ class ServerEngine(Engine):
         self.seconds = config["rollout_timeout"]  # limit for one answer, and for servers to start
         self.longest_prompt = config["max_prompt_length"]
         self.longest = max_sequence_length(config)
-        self.transfers = config["weight_sync"] == "nccl"  # else the servers read files
+        self.uses_nccl = config["weight_sync"] == "nccl"  # else the servers read files
         self.vocabulary = AutoConfig.from_pretrained(model, trust_remote_code=False).vocab_size
         self.tag = client_tag()
         self.servers = [Server(url, self.seconds) for url in addresses(config["rollout_server"])]
@@ -82,11 +81,11 @@ class ServerEngine(Engine):
         self.wait_for_servers()
         # all servers at once: each takes seconds to list its settings
         on_each(self.servers, self.check)
-        return run_name(uuid.uuid4().hex[:8]), [server.model for server in self.servers]
+        return run_name(), [server.model for server in self.servers]
 
     def check(self, server: Server) -> None:
         """UserError if the server's settings don't fit."""
-        server.check(self.longest, self.transfers)
+        server.check(self.longest, self.uses_nccl)
 
     def checked_version(self, server: Server) -> str:
         """The name of the weights that the server holds. If these are not what was synced last, the
@@ -127,7 +126,7 @@ class ServerEngine(Engine):
 
     def make_transfer(self, model: str, config: dict, dtype: torch.dtype):
         """The object whose send(named_parameters, version) takes the weights to the servers."""
-        if self.transfers:
+        if self.uses_nccl:
             from server.nccl import NcclTransfer  # imports vLLM
 
             return NcclTransfer(self, model, dtype)

@@ -214,9 +214,9 @@ class Server:
             self.check_echo(parsed, answer, headers["X-Request-Id"])
         return parsed
 
-    def check_echo(self, found, answer: httpcore.Response, asked: str) -> None:
+    def check_echo(self, parsed, answer: httpcore.Response, asked: str) -> None:
         """ServerError if the body or the header names another request than ours."""
-        in_body = found.get("id") if isinstance(found, dict) else None
+        in_body = parsed.get("id") if isinstance(parsed, dict) else None
         echoes = [str(in_body).removeprefix("cmpl-")]
         # the body must have the id; the header is checked if there is one
         for name, value in answer.headers:
@@ -248,9 +248,9 @@ class Server:
         """ServerError, within seconds, if the server does not answer or is not healthy."""
         self.call("/health", seconds=min(10.0, self.seconds))
 
-    def check(self, longest: int, transfers: bool) -> None:
+    def check(self, longest: int, nccl: bool) -> None:
         """UserError if the server's settings don't fit: it must take sequences of `longest` tokens
-        and, if `transfers`, weights over NCCL. Stores the server's name for its model."""
+        and, if `nccl`, weights over NCCL. Stores the server's name for its model."""
         try:
             self.version()
             models = self.call("/v1/models", largest=LARGEST_SETTINGS)
@@ -279,7 +279,7 @@ class Server:
                 f"rollout_server: {self.url} has logprobs_mode={quoted(mode)}: start it with "
                 f"--logprobs-mode processed_logprobs, as python -m server does"
             )
-        if transfers and not transfer:
+        if nccl and not transfer:
             raise UserError(
                 f"rollout_server: {self.url} takes no weights over NCCL: start it with "
                 f'--weight-transfer-config \'{{"backend": "nccl"}}\', as python -m server '
@@ -354,7 +354,7 @@ def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
     rollouts = []
     for choice in choices[: body["n"]]:  # more were not asked for
         try:
-            if is_whole(choice, body, vocabulary):
+            if is_valid(choice, body, vocabulary):
                 rollouts.append(
                     {
                         "prompt_ids": body["prompt"],
@@ -368,7 +368,7 @@ def completions_in(answer: dict, body: dict, vocabulary: int) -> list[dict]:
     return rollouts
 
 
-def is_whole(choice: dict, body: dict, vocabulary: int) -> bool:
+def is_valid(choice: dict, body: dict, vocabulary: int) -> bool:
     """Whether a completion consists of 1 to max_tokens token ids below `vocabulary`, each with a
     log-prob above LEAST_LOGP, and belongs to the prompt that we sent."""
     ids = choice["token_ids"]

@@ -171,10 +171,10 @@ class NcclTransfer:
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
         bodies = {}
-        place = 1  # of a server's first worker in the group; rank 0 of the run has place 0
+        offset = 1  # a server's first rank in the group, in which rank 0 of the run is rank 0
         for server, size in zip(self.members, self.sizes):
-            bodies[server.url] = {"init_info": init_info | {"rank_offset": place}}
-            place += size
+            bodies[server.url] = {"init_info": init_info | {"rank_offset": offset}}
+            offset += size
         self.tell_all_or_die("/init_weight_transfer_engine", bodies)
 
     def start_weight_update(self) -> None:

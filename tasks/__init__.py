@@ -77,7 +77,7 @@ def worked_solution(reasoning: str, answer: str) -> str:
     return f"<think>{reasoning}</think>\n<answer>{answer}</answer>"
 
 
-def hold_out(classes: dict[int, list], count: int) -> dict[str, list]:
+def hold_out(classes: dict, count: int) -> dict[str, list]:
     """{"train": problems, "test": problems}, from {key of a class: its problems}.
 
     Problems of one class are the same in disguise, so whole classes are held out: the `count` with

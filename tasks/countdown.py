@@ -39,7 +39,7 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import combinations, product
 
-from tasks import SPLITS, check_choice, last_answer, take, worked_solution
+from tasks import SPLITS, check_choice, hold_out, last_answer, take, worked_solution
 
 DEFAULT = "3"
 WORDS = (
@@ -240,11 +240,12 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 
 @cache
-def problems(config: str) -> list[tuple]:
-    """(SHA-256, numbers, target, sorted modes) of all problems of a variant, sorted by SHA-256."""
+def problems(config: str) -> dict[str, list[tuple]]:
+    """{"train": [(numbers, target, sorted modes), ...], "test": ...}. "test" has 256 problems, or
+    128 in a variant of at most 1,000."""
     c = CONFIGS[config]
     targets = range(1, c["max_target"] + 1)
-    hashed = []
+    classes = {}  # of one problem each
     for numbers in combinations(range(c["low"], c["high"] + 1), c["count"]):
         by_value = expressions(numbers, set(targets))  # all targets in one search
         for target in targets:
@@ -252,10 +253,10 @@ def problems(config: str) -> list[tuple]:
                 continue
             keys = sorted(text for text, _ in by_value.get(target, ()))
             if c["min_modes"] <= len(keys) <= c["max_modes"]:
-                # sorts problems in an arbitrary order that is the same in every process
+                # unlike hash(), the same in every process
                 digest = hashlib.sha256(f"{numbers}={target}".encode()).hexdigest()
-                hashed.append((digest, numbers, target, keys))
-    return sorted(hashed)
+                classes[digest] = [(numbers, target, keys)]
+    return hold_out(classes, 256 if len(classes) > 1000 else 128)
 
 
 def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
@@ -287,13 +288,8 @@ def to_row(config: str, numbers: tuple, target: int, keys: list[str]) -> dict:
 
 
 def rows(split: str, n: int, seed: int, config: str = DEFAULT) -> list[dict]:
-    """n rows (-1: all) of "train" or "test"; `seed` only orders them.
-
-    "test" has 256 problems, or 128 in a variant of at most 1,000."""
+    """n rows (-1: all) of "train" or "test"; `seed` only orders them."""
     check_choice("config", config, CONFIGS)
     check_choice("split", split, SPLITS)
-    hashed = problems(config)  # smallest SHA-256 first
-    held_out = 256 if len(hashed) > 1000 else 128
-    of_split = hashed[:held_out] if split == "test" else hashed[held_out:]
-    chosen = take(of_split, n, seed)
-    return [to_row(config, numbers, target, keys) for _, numbers, target, keys in chosen]
+    chosen = take(problems(config)[split], n, seed)
+    return [to_row(config, *problem) for problem in chosen]

@@ -224,15 +224,16 @@ def plainly_equal(gold: str, given: str) -> bool | None:
 
 @lru_cache(maxsize=4096)  # a group often repeats an answer, and algebra takes milliseconds
 def same_answer(gold: str, given: str) -> bool:
+    """Whether two answers, as cleaned() gives them, are equal in value. What can be told without
+    algebra comes first, then what math-verify would get wrong, then math-verify."""
     equal = plainly_equal(gold, given)
     if equal is not None:
         return equal
-    words = WORD.fullmatch(gold), WORD.fullmatch(given)
-    if all(words):
-        gold_word, given_word = words[0][1], words[1][1]
-        if gold_word.casefold() == given_word.casefold():
+    gold_word, given_word = WORD.fullmatch(gold), WORD.fullmatch(given)
+    if gold_word and given_word:
+        if gold_word[1].casefold() == given_word[1].casefold():
             return True
-        if not is_product(gold_word):
+        if not is_product(gold_word[1]):
             return False
     equal = equal_in_kind(gold, given)
     if equal is not None:

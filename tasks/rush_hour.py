@@ -393,7 +393,7 @@ def car_lengths(rows: list[str]) -> str:
     return str(lanes)
 
 
-def places_of_cars(size: int) -> list[range]:
+def possible_cars(size: int) -> list[range]:
     """The cells of every possible car of 2 or 3 cells on the board, those across first."""
     across = []
     down = []
@@ -416,14 +416,14 @@ def draw(rng: random.Random, size: int, tries: tuple) -> str:
     cells = [0] * size**2  # 0 is empty, 1 is car A
     cells[car_a : car_a + 2] = [1, 1]
     num_tries = rng.randint(*tries)
-    for car, place in enumerate(rng.sample(places_of_cars(size), num_tries), 2):
-        if not any(cells[i] for i in place):
-            for i in place:
-                cells[i] = car
+    for number, car in enumerate(rng.sample(possible_cars(size), num_tries), 2):
+        if not any(cells[i] for i in car):
+            for i in car:
+                cells[i] = number
     # numbers follow the order of drawing; letters are given in reading order
     in_reading_order = dict.fromkeys([0, 1, *cells])
     names = dict(zip(in_reading_order, "." + ascii_uppercase))
-    return "".join(names[car] for car in cells)
+    return "".join(names[number] for number in cells)
 
 
 @cache

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import time
-import uuid
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -533,7 +532,7 @@ def test_what_a_process_that_died_left_is_removed_weights_for_servers_too(tmp_pa
 
 def test_weights_go_by_the_names_that_a_run_gives_them_and_never_through_a_link(tmp_path):
     theirs, run = tmp_path / "theirs", tmp_path / "run"
-    synced = f"{run_name(uuid.uuid4().hex[:8])}-7"  # as server/engine.py names a sync
+    synced = f"{run_name()}-7"  # as server/engine.py names a sync
     for name in ("my-very-nice-project", synced, f"{synced}.tmp"):
         (theirs / name).mkdir(parents=True)
     run.mkdir()

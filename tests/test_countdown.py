@@ -33,7 +33,10 @@ def test_two_three_four_to_ten_has_exactly_two_modes():
 
 
 def test_problem_counts_are_the_pinned_ones():
-    counts = {config: len(countdown.problems(config)) for config in countdown.CONFIGS}
+    counts = {}
+    for config in countdown.CONFIGS:
+        problems = countdown.problems(config)
+        counts[config] = len(problems["train"]) + len(problems["test"])
     assert counts == {"3": 787, "4": 5426, "tiny": 10745}
 
 

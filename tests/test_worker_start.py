@@ -292,7 +292,7 @@ def test_where_memory_is_limited_already_a_job_gets_no_more_than_that():
     """Or setrlimit() refuses, and no worker starts: a batch system may set such a limit."""
     script = (
         "import resource, workers; resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33)); "
-        "workers.limit(1000.0); print(*resource.getrlimit(resource.RLIMIT_AS))"
+        "workers.limit_memory(1000.0); print(*resource.getrlimit(resource.RLIMIT_AS))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE)
     assert done.stdout.split() == [b"%d" % 2**33] * 2

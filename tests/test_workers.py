@@ -477,7 +477,7 @@ def test_a_worker_that_says_what_it_cannot_say_is_not_believed(line):
     pool = object.__new__(workers.Pool)
     pool.clock = lambda: 0.0
     pool.take_in(worker)
-    assert worker.fault == workers.SAID_TOO_MUCH
+    assert worker.fault == workers.MALFORMED
 
 
 def test_an_answer_to_no_job_is_not_believed():
@@ -485,7 +485,7 @@ def test_an_answer_to_no_job_is_not_believed():
     worker.jobs = deque()
     pool = object.__new__(workers.Pool)
     pool.take_in(worker)
-    assert worker.fault == workers.SAID_TOO_MUCH
+    assert worker.fault == workers.MALFORMED
 
 
 def test_of_a_long_error_only_its_beginning_leaves_the_worker():
