@@ -809,6 +809,8 @@ def near_path(path: str) -> str:
     is. For a link to nothing, where it points."""
     if os.path.islink(path):
         return f"; it is a link to {os.readlink(path)!r}"
+    if os.path.exists(path):  # a folder where a file was expected, or the reverse
+        return ""
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
         return ""

@@ -524,6 +524,11 @@ def test_curves_have_no_empty_panels():
         "training reward": {"reward": ((1, 2), (0.5, 1.0))},
         "held-out accuracy": {"eval/mean@8": ((0,), (0.5,))},
     }
+    # nor one with the line of a tau that nothing moves
+    still = [{"step": 1, "tau": 0.2}, {"step": 2, "tau": 0.2}]
+    assert evaluate.panels_of(still) == {}
+    moved = evaluate.panels_of(still + [{"step": 3, "tau": 0.3}])
+    assert moved == {"weights over the group": {"tau": ((1, 2, 3), (0.2, 0.2, 0.3))}}
 
 
 def test_curves_say_that_they_are_smoothed_and_the_distances_have_an_axis_of_their_own(drawn):
