@@ -1,4 +1,5 @@
-# make demo: from nothing to a trained model and a table. make test: the fast tests, about 8 minutes on two quiet cores. make test-all: also the slow ones.
+# make demo: from nothing to a trained model and a table. make test: the fast tests, about 8 minutes
+# on two quiet cores. make test-all: also the slow ones.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,12 +18,13 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo demo-real test test-all bench check-gpu env clean
 
-# the stamp's name has the hash of the requirements, so a changed pin installs again; on a machine with a GPU an environment made for CPUs is made anew
+# the stamp's name has the hash of the requirements, so a changed pin installs again; on a machine
+# with a GPU an environment made for CPUs is made anew
 STAMP := $(VENV)/installed-$(if $(GPU),gpu-)$(shell cat requirements*.txt | cksum | cut -d' ' -f1)
 
-# programs of an environment begin with the path of its Python. If that is gone, the folder was renamed or copied from another machine:
-# torchrun can't start and `activate` leads nowhere, so the environment is made anew
-# (126 and 127: the program that a script begins with is not there)
+# programs of an environment begin with the path of its Python. If that is gone, the folder was
+# renamed or copied from another machine: torchrun can't start and `activate` leads nowhere, so the
+# environment is made anew (126 and 127: the program that a script begins with is not there)
 MOVED := $(shell test -e $(BIN)/pip && { $(BIN)/pip --version; c=$$?; test $$c = 126 -o $$c = 127; } >/dev/null 2>&1 && echo yes)
 ifdef MOVED
 .PHONY: $(STAMP)
@@ -62,13 +64,15 @@ $(STAMP)-dev: $(STAMP)
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
-# three files at a time on two cores, because some tests wait more than they compute. A run that hangs is ended after an hour
-# (test-all after three) by SIGINT; pytest then names what has failed so far
+# three files at a time on two cores, because some tests wait more than they compute. A run that
+# hangs is ended after an hour (test-all after three) by SIGINT; pytest then names what has failed
+# so far
 LIMIT := 3600
 test-all: LIMIT := 10800
 PYTEST = timeout --foreground --signal=INT --kill-after=60 $(LIMIT) $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-# even on a machine with a GPU, tests and bench run on the CPU, in an environment of their own: vLLM's GPU build can't use a CPU
+# even on a machine with a GPU, tests and bench run on the CPU, in an environment of their own:
+# vLLM's GPU build can't use a CPU
 ON_CPU := CUDA_VISIBLE_DEVICES= $(MAKE) --no-print-directory GPU= VENV=.venv-cpu
 
 ifdef GPU

@@ -1139,9 +1139,11 @@ def export(path, out) -> None:
     if the checkpoint is not whole or holds code, or if `out` exists already."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     from policy import add_adapters, drop_unsavable, model_weights, save_adapter
 
+    logging.disable_progress_bar()  # it would be of one file
     path = Path(path)
     out = Path(out)
     tmp = Path(f"{out}.tmp")

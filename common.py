@@ -809,6 +809,8 @@ def near_path(path: str) -> str:
     is. For a link to nothing, where it points."""
     if os.path.islink(path):
         return f"; it is a link to {os.readlink(path)!r}"
+    if os.path.exists(path):  # a folder where a file was expected, or the reverse
+        return ""
     folder, name = os.path.split(path.rstrip("/"))
     if not os.path.isdir(folder) or not os.access(folder, os.R_OK):
         return ""
@@ -1175,6 +1177,8 @@ REPLACED = {
     "--maxent_target_weight_entropy='{0: 1.5, 100: 1.0}'",
     "maxent_target_horizon": "the target can be a line through points: "
     "--maxent_target_weight_entropy='{0: 1.5, 100: 1.0}'",
+    "maxent_length_normalize_ref": "--maxent_score_norm=length divides the scores of policy and "
+    "reference by length, sum does not",
     "controller_meta_enabled": "name a method, such as --controller_meta_method=analytic, or none",
     "info_seed_enabled": "set the number of seeds, such as --info_seed_num_seeds=4, or 0",
     "vllm_kv_cache_gib": "--vllm_options.kv_cache_memory_bytes=N, in bytes",

@@ -206,12 +206,15 @@ ON_THE_RIGHT = ("kl", "sampling/sampling_logp_difference/mean")
 
 
 def panels_of(lines: list[dict]) -> dict:
-    """{title: {metric: (steps, values)}} for the panels for which a run has data."""
+    """{title: {metric: (steps, values)}} for the panels for which a run has data. A tau that never
+    moves is left out: its line would say nothing, and for most objectives it has no effect."""
     curves = {}  # metric -> [(step, value)]; a metric may be missing in some lines
     for line in lines:
         for name, value in line.items():
             if value is not None and name != "eval/pass@1":  # equals mean@k
                 curves.setdefault(name, []).append((line["step"], value))
+    if len({tau for _, tau in curves.get("tau", ())}) == 1:
+        del curves["tau"]
     panels = {}
     for title, wanted in PANELS.items():
         for name, points in curves.items():

@@ -416,7 +416,8 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
     s = seq_logps[use]  # (used groups, G), like best and log_p
     best = best[use]
     log_p = s - s.masked_fill(~best, -math.inf).logsumexp(1, keepdim=True)
-    return -((log_p * best).sum(1) / count[use]).sum() / norm
+    # masked_fill, not a product: a wrong row's log_p may be -inf, and 0 times that is NaN
+    return -(log_p.masked_fill(~best, 0.0).sum(1) / count[use]).sum() / norm
 
 
 # --- losses that are sums over tokens

@@ -795,7 +795,7 @@ def train(run: Run) -> None:
             collected = deal(collected, run.world, c)
 
         # 4. what the groups ask of the policy: weights or advantages (P, G + S)
-        with timer("targets"), enough_memory("learn", c):
+        with timer("score"), enough_memory("learn", c):
             # LoRA: its base weights waited in CPU memory while the sampler was awake
             move_frozen(run.engine.module.lm, run.world.device)
             set_temperature((run.engine, run.reference), scheduled(c["temperature"], run.step))

@@ -110,6 +110,14 @@ def test_mode_entropy_gradient_vanishes_at_equal_likelihood_and_in_all_equal_gro
     assert grad.abs().max() < 1e-8
 
 
+def test_mode_entropy_is_finite_though_a_wrong_row_is_impossible():
+    S = torch.tensor([[-math.inf, -1.0, -2.0, -3.0]])
+    rewards = torch.tensor([[0.0, 1, 1, 1]])
+    value, grad = value_and_grad(loss.mode_entropy_loss, S, rewards, L)
+    known = value_and_grad(loss.mode_entropy_loss, S.clamp(min=-9.0), rewards, L)
+    assert value == known[0] and torch.equal(grad, known[1])
+
+
 def test_whole_groups_in_micro_batches_add_up_under_one_norm():
     step = EXAMPLE
     s = scores(EXAMPLE.logps, EXAMPLE, "length")

@@ -101,7 +101,7 @@ weights/entropy weights/entropy_norm weights/effective_rollouts weights/incorrec
 tau beta delta_tau delta_beta
 completions/mean_length completions/max_length completions/clipped_ratio completions/distinct_1
 completions/distinct_2 completions/jaccard
-time/rollout time/reward time/targets time/learn time/sync time/wait time/step tokens_per_second
+time/rollout time/reward time/score time/learn time/sync time/wait time/step tokens_per_second
 reward/parity_reward:parity/mean reward/parity_reward:parity/timeouts
 reward/parity_reward:parity/errors
 sampling/sampling_logp_difference/mean sampling/importance_sampling_ratio/max
@@ -524,6 +524,11 @@ def test_curves_have_no_empty_panels():
         "training reward": {"reward": ((1, 2), (0.5, 1.0))},
         "held-out accuracy": {"eval/mean@8": ((0,), (0.5,))},
     }
+    # nor one with the line of a tau that nothing moves
+    still = [{"step": 1, "tau": 0.2}, {"step": 2, "tau": 0.2}]
+    assert evaluate.panels_of(still) == {}
+    moved = evaluate.panels_of(still + [{"step": 3, "tau": 0.3}])
+    assert moved == {"weights over the group": {"tau": ((1, 2, 3), (0.2, 0.2, 0.3))}}
 
 
 def test_curves_say_that_they_are_smoothed_and_the_distances_have_an_axis_of_their_own(drawn):

@@ -104,7 +104,7 @@ def test_phases_and_waiting_for_other_ranks_add_up_to_the_step(tiny_model_dir, t
             "time/rollout": 7,
             "time/reward": 2,
             "time/deal": 0,
-            "time/targets": 0,
+            "time/score": 0,
             "time/learn": 2 * 5,
             "time/sync": 0,
         }
