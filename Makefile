@@ -95,5 +95,6 @@ endif
 check-gpu: $(STAMP)
 	$(BIN)/python -m bench.gpu
 
+# the environments; runs/ holds what was trained, and stays
 clean:
-	rm -rf $(VENV) .venv-cpu runs
+	rm -rf $(VENV) .venv-cpu

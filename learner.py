@@ -587,6 +587,7 @@ def accumulate_gradients(
         if learns:
             # A NaN loss can have a finite gradient, or none, and a NaN log-prob may enter no loss.
             # Make the gradient NaN, so that the optimizer skips the step on every rank.
+            # The sums are of all micro-batches so far, and stay what they are once not finite.
             if not sums[:2].isfinite().all():  # loss, log-prob
                 loss = logps.sum() * math.nan
             backward_sum(engine, loss)

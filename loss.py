@@ -107,7 +107,8 @@ def pass_at_k_advantages(rewards: Tensor, k: int) -> Tensor:
         return group_advantages(rewards, "none") * G / max(1, G - 1)
     ordered, order = rewards.sort(1)  # (P, G), the worst row first
     # shares[j]: G / C(G, k) times the C(j, k - 2) sets of k - 1 rows whose best is row j of
-    # `ordered`. Python's ints, because binomials may be larger than a tensor holds.
+    # `ordered`. They need not leave out row i: where j >= i, the gain below is 0. Python's ints,
+    # because binomials may be larger than a tensor holds.
     shares = [math.comb(j, k - 2) * G / math.comb(G, k) for j in range(G)]
     gains = (ordered[:, :, None] - ordered[:, None, :]).clamp(min=0)  # (P, G, G): r_i - r_j
     advantages = (gains * rewards.new_tensor(shares)).sum(2)  # (P, G)
@@ -549,6 +550,7 @@ class ChunkedLogps(torch.autograd.Function):
         room = room_for_softmaxes(hidden) if options.keep else 0  # bytes
         for i in range(0, len(targets), options.chunk):
             part = slice(i, i + options.chunk)
+            # below 0 from the first chunk on that does not fit
             room -= kept_size(hidden) * len(targets[part]) * len(weight)
             logits = head_logits(hidden[part], weight)  # (chunk, V)
             kept_type = hidden.dtype if room >= 0 else None

@@ -11,8 +11,8 @@ loss -> DeepSpeed -> controllers. The function `train` below is that step: read 
 Where this departs from the papers:
 1. Every loss is (sum of row or token terms) / (one normaliser of the whole step, all ranks), so
    the split into micro-batches and ranks never changes it. So dapo and cispo are means over all
-   tokens of the step; in their papers over those of a group, then over groups. In bfloat16 the
-   split changes the rounding: DeepSpeed adds up the gradients of micro-batches in the model's type.
+   tokens of the step; the papers average over the tokens of a group, then over groups. In bfloat16
+   the split changes the rounding: DeepSpeed adds up gradients in the model's type.
 2. Rows of a group whose rewards are all equal have advantage exactly 0, not rounding noise / 1e-4.
 3. One update per batch by default: the old log-probs are then the current ones, and the gradient
    of a clipped surrogate is that of REINFORCE. With more updates, the log-probs computed in the
@@ -821,7 +821,8 @@ def train(run: Run) -> None:
             # rows, which may be trained under another prompt than they were sampled with
             unseeded = rollout.take(batch, collected.unseeded_indices)
             # the log-probs of a skipped update may be NaN, which says nothing about the sampler
-            metrics |= learner.sampler_mismatch(unseeded, -1 if run.skipped_steps else limit)
+            limit_now = -1 if run.skipped_steps else limit
+            metrics |= learner.sampler_mismatch(unseeded, limit_now)
 
         # 8. tau and beta of the next step
         metrics |= learner.weight_metrics(targets, batch, c)
