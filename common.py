@@ -1136,9 +1136,8 @@ def follow(parent: int) -> None:
 
 # --- keys of older versions and of other trainers
 
-# Keys of older versions and of the research code -> today's key, or key.entry. If the value can't
-# be taken over as it is: a sentence (recognised by its spaces) that says what to write instead.
-REPLACED = {
+# Key of an older version, of the research code, of TRL or of verl -> today's key, or key.entry
+RENAMED = {
     "init_kl_coeff": "beta",
     "dataset_name": "dataset.name",
     "dataset_config": "dataset.config",
@@ -1164,7 +1163,71 @@ REPLACED = {
     "wandb_project": "wandb_options.project",
     "wandb_name": "wandb_options.name",
     "wandb_mode": "wandb_options.mode",
-    # sentences from here on
+    # TRL's and verl's, which no config.json of ours has
+    "lr": "learning_rate",
+    "max_new_tokens": "max_completion_length",
+    "model_name_or_path": "model",
+    "run_name": "wandb_options.name",
+    "hub_model_id": "push_to_hub",
+    "lora_r": "lora_rank",
+    "num_generations_eval": "eval_num_generations",
+    "torch_dtype": "dtype",
+    "dataset_train_split": "dataset.split",
+    "dataset_test_split": "eval_dataset.split",
+    "vllm_importance_sampling_mode": "importance_sampling",
+    "vllm_importance_sampling_cap": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
+    "vllm_server_base_url": "rollout_server",
+    "epsilon_low": "epsilon",
+    "clip_ratio": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_c": "delta",  # its dual clip
+    "resume": "resume_from_checkpoint",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.rollout.n": "num_generations",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.actor.clip_ratio": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "delta",
+    "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
+    "data.train_batch_size": "prompts_per_step",
+    "data.train_files": "dataset.name",
+    "data.val_files": "eval_dataset.name",
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_completion_length",
+    "trainer.save_freq": "save_steps",
+    "trainer.test_freq": "eval_steps",
+    "trainer.total_training_steps": "max_steps",
+}
+VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "data.", "trainer.")  # blocks of its config
+# sentences that several keys share
+WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
+ENDS = (
+    "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
+)
+KL = (
+    "--beta is the weight of a KL in the loss (there is none in the reward); under maxent and flow "
+    "it tilts the weights instead (maxent_kl=True: both)"
+)
+BONUS = (
+    "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
+    "where TRL has a mean over tokens"
+)
+AGGREGATION = (
+    "the objective says it: verl's grpo with its default token-mean is --objective=dapo, with "
+    "seq-mean-token-mean it is grpo, with seq-mean-token-sum-norm and unscaled advantages dr_grpo"
+)
+RESAMPLE = (
+    "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
+    "good"
+)
+REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
+LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
+# Key whose value no key of ours could take -> a sentence about what there is instead
+NO_KEYS = {
     "dataset_mixture": "dataset takes a list of sources: "
     '[{"name": "countdown", "weight": 2.0}, ...]',
     "easy_schedule": "easy_dataset has a share, a line through points: "
@@ -1195,52 +1258,7 @@ REPLACED = {
     "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
     "client_tag": "set the environment variable VLLM_CLIENT_TAG",
     "hub_private_repo": "a repository that push_to_hub makes is always private",
-}
-WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
-ENDS = (
-    "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
-)
-KL = (
-    "--beta is the weight of a KL in the loss (there is none in the reward); under maxent and flow "
-    "it tilts the weights instead (maxent_kl=True: both)"
-)
-BONUS = (
-    "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
-    "where TRL has a mean over tokens"
-)
-AGGREGATION = (
-    "the objective says it: verl's grpo with its default token-mean is --objective=dapo, with "
-    "seq-mean-token-mean it is grpo, with seq-mean-token-sum-norm and unscaled advantages dr_grpo"
-)
-RESAMPLE = (
-    "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
-    "good"
-)
-REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
-LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
-VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "data.", "trainer.")  # blocks of its config
-# the same for keys of TRL and verl, which no config.json of ours has
-FOREIGN = {
-    "lr": "learning_rate",
-    "max_new_tokens": "max_completion_length",
-    "model_name_or_path": "model",
-    "run_name": "wandb_options.name",
-    "hub_model_id": "push_to_hub",
-    "lora_r": "lora_rank",
-    "num_generations_eval": "eval_num_generations",
-    "torch_dtype": "dtype",
-    "dataset_train_split": "dataset.split",
-    "dataset_test_split": "eval_dataset.split",
-    "vllm_importance_sampling_mode": "importance_sampling",
-    "vllm_importance_sampling_cap": "importance_sampling_cap",
-    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
-    "vllm_server_base_url": "rollout_server",
-    "epsilon_low": "epsilon",
-    "clip_ratio": "epsilon",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_c": "delta",  # its dual clip
-    # from here on mostly sentences
+    # TRL's and verl's
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
@@ -1274,7 +1292,6 @@ FOREIGN = {
     "adam_epsilon": "--optimizer_options.eps=1e-8 sets it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
-    "resume": "resume_from_checkpoint",
     "use_peft": "adapters have a rank: --lora_rank=32, and 0 is none",
     "lora_target_modules": "all linear layers but the vocabulary head have adapters",
     "lora_dropout": "nothing is dropped while a model trains",
@@ -1317,19 +1334,10 @@ FOREIGN = {
     "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "--num_iterations updates are made on the whole "
     "batch",
-    "actor_rollout_ref.actor.optim.lr": "learning_rate",
-    "actor_rollout_ref.model.path": "model",
-    "actor_rollout_ref.rollout.n": "num_generations",
-    "actor_rollout_ref.rollout.temperature": "temperature",
-    "actor_rollout_ref.actor.clip_ratio": "epsilon",
-    "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
-    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
-    "actor_rollout_ref.actor.clip_ratio_c": "delta",
     "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION,
     "actor_rollout_ref.actor.use_kl_loss": KL,
     "actor_rollout_ref.actor.kl_loss_coef": KL,
     "actor_rollout_ref.actor.entropy_coeff": BONUS,
-    "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
     "algorithm.adv_estimator": AGGREGATION,
     "algorithm.norm_adv_by_std_in_grpo": "--scale_rewards=group divides by the standard deviation "
     "of the group, none by nothing",
@@ -1339,16 +1347,5 @@ FOREIGN = {
     "custom_reward_function.path": REWARD,
     "custom_reward_function.name": REWARD,
     "reward_model.enable": f"there are no reward models: {REWARD}",
-    "data.train_batch_size": "prompts_per_step",
-    "data.train_files": "dataset.name",
-    "data.val_files": "eval_dataset.name",
-    "data.max_prompt_length": "max_prompt_length",
-    "data.max_response_length": "max_completion_length",
-    "trainer.save_freq": "save_steps",
-    "trainer.test_freq": "eval_steps",
     "trainer.total_epochs": "a run has a number of steps: --max_steps",
-    "trainer.total_training_steps": "max_steps",
 }
-OTHER_NAMES = REPLACED | FOREIGN
-RENAMED = {name: key for name, key in OTHER_NAMES.items() if " " not in key}
-NO_KEYS = {name: sentence for name, sentence in OTHER_NAMES.items() if " " in sentence}
