@@ -521,12 +521,12 @@ def coerce(value, default, where: str):
     return value
 
 
-def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value. Strings need no quotes, not even in lists; true and false
-    need no capital letter. A flag without a value is True."""
+def read_flag(argument: str, defaults: dict) -> tuple:
+    """The name and the value of one --key=value. Strings need no quotes, not even in lists; true
+    and false need no capital letter. A flag without a value is True."""
     name, equals, text = argument[2:].partition("=")
     if not equals:
-        return {name: True}
+        return name, True
     key, _, entry = RENAMED.get(name, name).partition(".")
     default = defaults.get(key)
     if entry:
@@ -535,16 +535,16 @@ def read_flag(argument: str, defaults: dict) -> dict:
     # --push_to_hub=False does not mean a repository "False". Not for a key with choices, so that
     # the error lists them
     if text.lower() in ("true", "false") and key not in checks.CHOICES:
-        return {name: text.lower() == "true"}
+        return name, text.lower() == "true"
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
-        return {name: text}
+        return name, text
     try:
         value = parse(ast.literal_eval, text, f"command line: {name}")
         if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
             value = list(value)
         elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
             value = [value]
-        return {name: value}
+        return name, value
     except UserError:
         raise
     except (ValueError, SyntaxError, TypeError):
@@ -552,8 +552,8 @@ def read_flag(argument: str, defaults: dict) -> dict:
             words = text.removeprefix("[").removesuffix("]").split(",")
             words = [word.strip() for word in words]
             if all(map(NAME.fullmatch, words)):
-                return {name: words}
-        return {name: text}  # merge() says which type was expected
+                return name, words
+        return name, text  # merge() says which type was expected
 
 
 def refuse_two_words(argv, switches: tuple = ()) -> None:
@@ -573,6 +573,17 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         if name in NO_KEYS:
             raise UserError(f"{word}: {NO_KEYS[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
+
+
+def refuse_cut_flags(argv, defaults: dict) -> None:
+    """UserError for a list or dict that was not quoted, so that the shell has cut it at a blank:
+    --temperature={0: 1.2, 100: 1.0}."""
+    for word, next_word in pairwise(argv):
+        key, _, value = word.lstrip("-").partition("=")
+        opened = value[:1] in ("{", "[") and value[-1] not in ("}", "]")
+        cut = opened and not next_word.startswith("-") and not os.path.exists(next_word)
+        if cut and not isinstance(defaults.get(key), str):
+            raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
 
 
 def print_overridden(argv) -> None:
@@ -600,8 +611,8 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
         if name not in defaults:
             name = RENAMED.get(name, name)  # sft.py --lr=1e-3
         if word.startswith("--") and name in defaults:
-            for key, value in read_flag(f"--{name}{equals}{text}", defaults).items():
-                own[key] = coerce(value, defaults[key], f"command line: {key}")
+            _, value = read_flag(f"--{name}{equals}{text}", defaults)
+            own[name] = coerce(value, defaults[name], f"command line: {name}")
         else:
             rest.append(word)
     return own, rest
@@ -649,12 +660,7 @@ def load_config(argv) -> dict:
     config = dict(defaults)
     flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
-    for word, rest in pairwise(argv):
-        key, _, value = word.lstrip("-").partition("=")
-        opened = value[:1] in ("{", "[") and value[-1] not in ("}", "]")
-        cut = opened and not rest.startswith("-") and not os.path.exists(rest)
-        if cut and not isinstance(defaults.get(key), str):
-            raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
+    refuse_cut_flags(argv, defaults)
     for path in files:
         if "=" in str(path) and not os.path.exists(path):  # key=value, as Hydra has it
             raise UserError(f"{path}: a flag begins with two dashes: --{path}")
@@ -663,10 +669,10 @@ def load_config(argv) -> dict:
         else:
             values = read_config_file(path)
         config = merge(config, values, path)
-    refuse_unknown([name for flag in flags for name in flag], config, "command line")
+    refuse_unknown([name for name, _ in flags], config, "command line")
     # flags override all files, wherever they stand on the line
-    for flag in flags:
-        config = merge(config, flag, "command line")
+    for name, value in flags:
+        config = merge(config, {name: value}, "command line")
     check_config(config)
     return config
 
