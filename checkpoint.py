@@ -9,7 +9,7 @@
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta, the controllers' memory, the replay buffer,
                                  how many steps in a row were skipped or taught nothing,
-                                 a hash of the training prompts
+                                 hashes of the training prompts and answers
         train_config.json        the resolved config
         trained_prompts.txt      hashes of all prompts it may have learnt, for evaluate.py's warning
         rng_0.pt ...             random state of every rank
@@ -39,7 +39,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -149,7 +148,7 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     changed.
 
     Names and sizes are always compared. Contents are read and hashed as well: ranks that call
-    this together divide the files among them; ranks=0 reads none."""
+    this together divide the files among them; ranks=0 reads none, see verify_sizes()."""
     path = Path(path)
     file = path / "manifest.json"
     if not file.is_file():  # opening a named pipe would wait for ever
@@ -174,6 +173,11 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     ) as error:
         return f"{path} has no readable manifest.json, or one of its files can't be read: {error}"
     return ""
+
+
+def verify_sizes(path) -> str:
+    """verify() without reading the contents of files."""
+    return verify(path, ranks=0)
 
 
 def unlisted(path: Path, manifest: dict) -> str:
@@ -335,8 +339,9 @@ def latest(folder, check=verify, silent: bool = False) -> Path | None:
             newest = path
             break
         problems.append(in_one_line(problem))
-    for problem in [] if silent else problems:
-        say_on_rank_0(f"checkpoint passed over: {problem}")
+    if not silent:
+        for problem in problems:
+            say_on_rank_0(f"checkpoint passed over: {problem}")
     return newest
 
 
@@ -491,9 +496,33 @@ def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str]
 
     trained: prompts.prompt_keys() of all prompts that the model could be trained on; None if they
     are unknown."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
     path = Path(config["output_dir"]) / f"step_{state.step:06d}"
+    tmp = path.with_suffix(".tmp")
     with stops_if_unwritten(path):
-        write(path, state, engine, tokenizer, config, trained)
+        if rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)  # an unfinished save of the same step
+            # without parents: if output_dir is gone, the save must fail, not make a new one
+            tmp.mkdir()
+        dist.barrier()  # nobody writes before rank 0 has made the folder
+        engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=CONVERTIBLE)
+        torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
+        write_model(tmp, engine.module.lm, state.step, config)
+        if rank == 0:
+            tokenizer.save_pretrained(tmp)
+            (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
+            (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
+            write_trained(tmp, trained)
+        dist.barrier()  # the manifest lists every rank's files
+        if rank == 0:
+            (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
+            put_in_place(tmp, path)
+            # only now: until the new one is whole, an old one may be the last
+            prune(path.parent, config["save_total_limit"], config["keep_every"])
+        dist.barrier()
     return path
 
 
@@ -537,37 +566,6 @@ def gone(folder: Path) -> str:
         f"while the run wrote to it; if it was renamed, it still holds what was saved, and later "
         f"steps are lost"
     )
-
-
-def write(
-    path: Path, state: TrainerState, engine, tokenizer, config: dict, trained: set[str] | None
-) -> None:
-    """save() without the error messages."""
-    import torch
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    tmp = path.with_suffix(".tmp")
-    if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)  # an unfinished save of the same step
-        # without parents: if output_dir is gone, the save must fail instead of making a new one
-        tmp.mkdir()
-    dist.barrier()  # nobody writes before rank 0 has made the folder
-    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=CONVERTIBLE)
-    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
-    write_model(tmp, engine.module.lm, state.step, config)
-    if rank == 0:
-        tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
-        (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
-        write_trained(tmp, trained)
-    dist.barrier()  # the manifest lists every rank's files
-    if rank == 0:
-        (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
-        put_in_place(tmp, path)
-        # only now: until the new one is whole, an old one may be the last
-        prune(path.parent, config["save_total_limit"], config["keep_every"])
-    dist.barrier()
 
 
 def write_model(folder: Path, lm, step: int, config: dict) -> None:
@@ -632,14 +630,13 @@ def resumes_in_place(c: dict) -> bool:
     return goes_on
 
 
-def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
+def asked_for(c: dict, check=verify_sizes, silent: bool = True) -> Path | None:
     """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if it is
-    missing or not whole. check, silent: see latest(); check=None compares only names and sizes of
-    files, because find() reads the contents later."""
+    missing or not whole. check, silent: see latest(). The default check is quick, because find()
+    reads the contents later."""
     resume_from = c["resume_from_checkpoint"]
     if not resume_from:
         return None
-    check = check or partial(verify, ranks=0)
     if resume_from == "latest":
         path = latest(c["output_dir"], check, silent)
         if path is None:
