@@ -484,7 +484,9 @@ def claims(c: dict):
     yield from library_claims(c)
     yield from info_seed_claims(c)
     yield from group_claims(c)
+    yield from reward_claims(c)
     yield from data_claims(c)
+    yield from save_claims(c)
     yield from objective_claims(c)
     yield from controller_claims(c)
 
@@ -497,9 +499,9 @@ def closes_its_quotes(command: str) -> bool:
     return True
 
 
-def in_range(key: str, value) -> tuple[bool, str]:
-    """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
-    sentence if it doesn't."""
+def range_claim(key: str, value) -> tuple[bool, str]:
+    """The claim that a number, or every value of {step: value}, lies in the key's range of RANGES:
+    whether it does, and the sentence if it doesn't."""
     lower, upper = RANGES[key]
     may_be_off = lower.startswith("-1 or ") and not isinstance(value, dict)
     if may_be_off and value == -1:
@@ -551,7 +553,7 @@ def value_claims(c: dict):
         )
     for key in RANGES:
         name, _, entry = key.partition(".")
-        yield in_range(key, entries(c, name)[entry] if entry else c[key])
+        yield range_claim(key, entries(c, name)[entry] if entry else c[key])
     yield (
         not c["eval_command"] or "{checkpoint}" in c["eval_command"],
         f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path",
@@ -687,6 +689,11 @@ def group_claims(c: dict):
         f"{1 / rows:.4f}",
     )
     yield (
+        not c["rollout_server"] or c["rollout_engine"] == "server",
+        f"rollout_server={c['rollout_server']!r} is not asked by rollout_engine="
+        f"{c['rollout_engine']!r}: set --rollout_engine=server, or --rollout_server= for none",
+    )
+    yield (
         not c["rollout_ahead"] or c["rollout_engine"] == "server",
         f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling "
         "and learning share a process",
@@ -714,8 +721,8 @@ def group_claims(c: dict):
     )
 
 
-def data_claims(c: dict):
-    """Claims about rewards and where prompts come from."""
+def reward_claims(c: dict):
+    """Claims about reward functions and their weights."""
     yield (len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
     yield (
         len(c["reward_funcs"]) == len(c["reward_weights"]),
@@ -731,6 +738,16 @@ def data_claims(c: dict):
         f"reward_weights={c['reward_weights']} must be 0 or at least 1e-5, because rewards are "
         "rounded to six decimals",
     )
+    yield (
+        not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])
+        or c["soft_overlong_buffer"] <= c["max_completion_length"],
+        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
+        f"max_completion_length={c['max_completion_length']}",
+    )
+
+
+def data_claims(c: dict):
+    """Claims about where prompts come from."""
     for key, source in keyed_sources(c):
         yield (
             not source["name"].startswith("["),  # a list in a string, as in verl's data.train_files
@@ -756,19 +773,6 @@ def data_claims(c: dict):
                 "1e30",
             )
     yield (
-        not c["push_to_hub"] or c["save_steps"] >= 0,
-        f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
-    )
-    yield (
-        not c["eval_command"] or c["save_steps"] >= 0,
-        f"eval_command={c['eval_command']!r} is started after a save, and save_steps=-1 makes none",
-    )
-    yield (
-        not c["rollout_server"] or c["rollout_engine"] == "server",
-        f"rollout_server={c['rollout_server']!r} is not asked by rollout_engine="
-        f"{c['rollout_engine']!r}: set --rollout_engine=server, or --rollout_server= for none",
-    )
-    yield (
         entries(c, "replay")["size"] == 0 or c["prompts_per_step"] >= 2,
         f"replay.size={entries(c, 'replay')['size']} needs prompts_per_step of at least 2: at "
         "least one of a step's prompts is new",
@@ -779,11 +783,17 @@ def data_claims(c: dict):
         f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
         "such as --easy_dataset.share='{0: 0.5, 100: 0.0}'",
     )
+
+
+def save_claims(c: dict):
+    """Claims about what happens after a save."""
     yield (
-        not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])
-        or c["soft_overlong_buffer"] <= c["max_completion_length"],
-        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
-        f"max_completion_length={c['max_completion_length']}",
+        not c["push_to_hub"] or c["save_steps"] >= 0,
+        f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
+    )
+    yield (
+        not c["eval_command"] or c["save_steps"] >= 0,
+        f"eval_command={c['eval_command']!r} is started after a save, and save_steps=-1 makes none",
     )
 
 
@@ -1052,13 +1062,20 @@ SWITCHES = (
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
 )
+
+
+def clips(objective: Objective, c: dict) -> bool:
+    """Whether ratios are clipped. Those of cispo are capped."""
+    return objective.ratio != "cispo" and is_policy_gradient(c)
+
+
 # key -> whether it has any effect with this objective and config
 USED = {
     # a user's own formula for advantages gets both scale_rewards and pkpo_k
     "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "epsilon": clips,
+    "epsilon_high": clips,
+    "delta": clips,
     "cispo_epsilon_max": lambda o, c: (
         o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
     ),
@@ -1110,16 +1127,16 @@ def unused(c: dict, defaults: dict) -> list[str]:
         # what the objective does not read has no effect with the switch on, either
         vain = [key for key in vain if key not in unread]
         if vain and not is_read(c):
-            sentences.append(f"{settings(vain, c)}: not used with {switch}={c[switch]!r}")
+            sentences.append(f"{settings_text(vain, c)}: not used with {switch}={c[switch]!r}")
     if unread:
         sentences.append(
-            f"{settings(unread, c)}: not used by objective={c['objective']!r} with the other keys "
-            f"as they are"
+            f"{settings_text(unread, c)}: not used by objective={c['objective']!r} with the other "
+            f"keys as they are"
         )
     return sentences
 
 
-def settings(keys: list[str], c: dict) -> str:
+def settings_text(keys: list[str], c: dict) -> str:
     return ", ".join(f"{key}={c[key]!r}" for key in keys)
 
 
