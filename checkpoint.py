@@ -50,6 +50,7 @@ from common import (
     UserError,
     as_read_back,
     default_config,
+    error_text,
     in_one_line,
     launched_ranks,
     lost_a_rank,
@@ -544,8 +545,8 @@ def not_written(path: Path, error: Exception, cure: str) -> str:
     if not folder.is_dir():
         return gone(folder)
     return (
-        f"{path} could not be written ({type(error).__name__}: {in_one_line(error, 300)}; "
-        f"{free_gib(folder):.1f} GiB are free there); {cure or how_to_go_on(folder)}"
+        f"{path} could not be written ({error_text(error)}; {free_gib(folder):.1f} GiB are free "
+        f"there); {cure or how_to_go_on(folder)}"
     )
 
 
@@ -1056,10 +1057,7 @@ class Hub:
             commit = future.result(UPLOAD_SECONDS)
             print_above_bar(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
-            sentence = (
-                f"{path} was not pushed to {self.repo}: {type(error).__name__}: "
-                f"{in_one_line(error, 300)}"
-            )
+            sentence = f"{path} was not pushed to {self.repo}: {error_text(error)}"
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             print_above_bar(f"warning: {sentence}")

@@ -104,6 +104,12 @@ def in_one_line(text, limit: int = 0) -> str:
     return line[: limit - 3] + "..." if 0 < limit < len(line) else line
 
 
+def error_text(error: Exception) -> str:
+    """An error that a library has raised, as one line: its kind and the beginning of what it
+    says."""
+    return f"{type(error).__name__}: {in_one_line(error, 300)}"
+
+
 def die(sentence: str, status: int) -> None:
     """Prints an error, cut in the middle if it is long, and ends the process. Not by sys.exit:
     other ranks may be in a collective, and the atexit handlers of libraries would wait for them."""
@@ -168,10 +174,10 @@ def place_caches(environment) -> None:
         try:
             check_writable(name, place, folder=True)
         except UserError:  # also for "~", which stays as it is for a user id without a home
-            own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
+            of_user = f"compiled-{os.getuid()}"  # as in slurm/common.sh
             library = name.split("_")[0].lower()
             with suppress(FileNotFoundError):  # no folder at all can be written
-                environment[name] = os.path.join(tempfile.gettempdir(), own, library)
+                environment[name] = os.path.join(tempfile.gettempdir(), of_user, library)
 
 
 def open_missing_streams() -> None:
@@ -381,15 +387,15 @@ def refuse_unknown(names, config: dict, source: str) -> None:
     """UserError that says of each of these names what it is here, unless it is a key or the older
     name of one. All at once, because a config of another trainer has dozens, and each sentence
     once, because die() cuts an error that is too long."""
-    refused = {}  # {(how its name is introduced, what is said): names}
+    refused = {}  # {(whether names are unknown, the sentence that they share): names}
     for name in dict.fromkeys(names):  # a flag may be given twice
         if name in NO_KEYS:
-            refused.setdefault(("", NO_KEYS[name]), []).append(name)
+            refused.setdefault((False, NO_KEYS[name]), []).append(name)
         elif RENAMED.get(name, name).partition(".")[0] not in config:
             hint = did_you_mean(name, config) or "; config/default.py lists all keys"
             if name.startswith(VERL):
                 hint += "; docs/from_trl.md has those names of verl that mean something here"
-            refused.setdefault(("unknown key", hint), []).append(repr(name))
+            refused.setdefault((True, hint), []).append(repr(name))
     clauses = []
     for (unknown, sentence), same in refused.items():
         several = len(same) > 1

@@ -55,6 +55,7 @@ from common import (
     check_tensor_parallel,
     check_writable,
     default_config,
+    error_text,
     from_launcher,
     in_one_line,
     memory_text,
@@ -226,7 +227,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
             "here: take a model whose code is part of transformers"
         )
     else:
-        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
+        reason = error_text(error)
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
@@ -243,8 +244,7 @@ def check_savable(model: str, files: ModelFiles) -> None:
         except Exception as error:  # a stranger's file may cause any
             raise UserError(
                 f"model={model!r}: {name} was read but can't be saved, so there would be no "
-                f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)} (tried in the "
-                f"temporary folder, TMPDIR)"
+                f"checkpoints: {error_text(error)} (tried in the temporary folder, TMPDIR)"
             ) from None
 
 
@@ -641,8 +641,9 @@ def try_formula(c: dict) -> None:
     try:
         advantages = ADVANTAGES[name](rewards, scale_of(c), round(scheduled(c["pkpo_k"], 0)))
     except Exception as error:  # a user's formula may raise anything
-        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
-        raise UserError(f"{tried} fails with {reason}; it gets (rewards, scale, k)") from None
+        raise UserError(
+            f"{tried} fails with {error_text(error)}; it gets (rewards, scale, k)"
+        ) from None
     if not torch.is_tensor(advantages) or advantages.shape != rewards.shape:
         given = tuple(advantages.shape) if torch.is_tensor(advantages) else quoted(advantages)
         raise UserError(f"{tried} gives {given}, not a tensor of their shape (P, G)")
@@ -692,7 +693,7 @@ def try_loss(c: dict) -> None:
     except Exception as error:  # a user's formula may raise anything
         raise UserError(
             f"objective={c['objective']!r}: learner.token_loss, tried on two rows of 3 and 2 "
-            f"tokens, fails with {type(error).__name__}: {in_one_line(error, 300)}"
+            f"tokens, fails with {error_text(error)}"
         ) from None
 
 
