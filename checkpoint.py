@@ -1129,13 +1129,38 @@ def engine_weights(path: Path) -> dict:
     return weights
 
 
+def model_of(path: Path, config: dict):
+    """The language model of a checkpoint, from DeepSpeed's shards. config: settings_of(path)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policy import add_adapters
+
+    with torch.device("meta"):  # shapes only, no memory
+        lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, trust_remote_code=False)
+        )
+        if config["lora_rank"]:
+            add_adapters(lm, config["lora_rank"], base=config["model"])
+    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
+    saved = engine_weights(path)
+    weights = {}
+    for name, _ in lm.named_parameters():
+        if name not in saved:
+            raise UserError(f"export: {path / 'engine'} has no {name}")
+        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
+    # not strict: `weights` holds tied weights once, the model expects them under both names
+    lm.load_state_dict(weights, strict=False, assign=True)
+    lm.tie_weights()  # assign=True has replaced only one of the two
+    return lm
+
+
 def export(path, out) -> None:
     """Makes the Hugging Face folder `out` from a checkpoint, even from a "shallow" one. UserError
     if the checkpoint is not whole or holds code, or if `out` exists already."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
-    from policy import add_adapters, drop_unsavable, model_weights, save_adapter
+    from policy import drop_unsavable, model_weights, save_adapter
 
     path = Path(path)
     out = Path(out)
@@ -1149,28 +1174,13 @@ def export(path, out) -> None:
     config = settings_of(path)
     if config["dtype"] not in CHOICES["dtype"]:
         raise damaged(path / "train_config.json")
-    with torch.device("meta"):  # shapes only, no memory
-        lm = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, trust_remote_code=False)
-        )
-        if config["lora_rank"]:
-            add_adapters(lm, config["lora_rank"], base=config["model"])
-    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     trained = read_trained(path)
     if trained is None:
         print(
             f"warning: {path} has no list of its training prompts ({TRAINED}), so evaluate.py "
             f"can't warn when it evaluates on them"
         )
-    saved = engine_weights(path)
-    weights = {}
-    for name, _ in lm.named_parameters():
-        if name not in saved:
-            raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
-    # not strict: `weights` holds tied weights once, the model expects them under both names
-    lm.load_state_dict(weights, strict=False, assign=True)
-    lm.tie_weights()  # assign=True has replaced only one of the two
+    lm = model_of(path, config)
     weights = dict(model_weights(lm, 0))
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"

@@ -848,10 +848,8 @@ def objective_claims(c: dict):
 
 
 def controller_claims(c: dict):
-    """Claims about controllers: targets must be reachable, and tau and beta must start inside
-    their bounds."""
+    """Claims about controllers: their targets, which must be reachable, and what they move."""
     rows = completions_per_prompt(c)  # of a group
-    method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
         not (is_on(entropy) and is_on(excess)),
@@ -864,57 +862,74 @@ def controller_claims(c: dict):
         f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
         f"{math.log(rows):.3f}, which no weights can reach",
     )
-    if method:
-        yield (
-            OBJECTIVES[c["objective"]].group_loss == "weights",
-            f"controller_meta_method={method!r} steers the weights of maxent; "
-            f"objective={c['objective']!r} has none that it knows",
-        )
-        yield (
-            is_on(entropy) and c["kl_target"] > 0,
-            f"controller_meta_method={method!r} needs both targets, "
-            f"maxent_target_weight_entropy={entropy} and "
-            f"kl_target={c['kl_target']}",
-        )
-        yield (
-            # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for
-            # two answers of probability 1/2
-            c["controller_meta_virtual_lr"] < 4,
-            f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
-            "virtual steps overshoot for ever",
-        )
+    if c["controller_meta_method"]:
+        yield from meta_claims(c)
     if moves_tau(c):
-        yield (
-            OBJECTIVES[c["objective"]].has_weights,
-            f"an entropy target steers the weights of {objectives_where(lambda o: o.has_weights)}; "
-            f"objective={c['objective']!r} has none",
-        )
-        yield (
-            c["maxent_tau_max"] > c["maxent_tau_min"],
-            f"maxent_tau_max={c['maxent_tau_max']} must be above "
-            f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
-        )
-        yield (
-            # -1: see default_tau
-            c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
-            f"maxent_tau={c['maxent_tau']} is steered: start it between "
-            f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
-        )
+        yield from moved_tau_claims(c)
     if moves_beta(c):
-        yield (
-            c["beta"] > 0,
-            f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, "
-            "so it must start above 0",
-        )
-        yield (
-            c["beta_max"] > c["beta_min"],
-            f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered",
-        )
-        yield (
-            c["beta_min"] <= c["beta"] <= c["beta_max"],
-            f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and "
-            f"beta_max={c['beta_max']}",
-        )
+        yield from moved_beta_claims(c)
+
+
+def meta_claims(c: dict):
+    """Claims about a meta-controller."""
+    method = c["controller_meta_method"]
+    entropy = c["maxent_target_weight_entropy"]
+    yield (
+        OBJECTIVES[c["objective"]].group_loss == "weights",
+        f"controller_meta_method={method!r} steers the weights of maxent; "
+        f"objective={c['objective']!r} has none that it knows",
+    )
+    yield (
+        is_on(entropy) and c["kl_target"] > 0,
+        f"controller_meta_method={method!r} needs both targets, "
+        f"maxent_target_weight_entropy={entropy} and "
+        f"kl_target={c['kl_target']}",
+    )
+    yield (
+        # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for two
+        # answers of probability 1/2
+        c["controller_meta_virtual_lr"] < 4,
+        f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
+        "virtual steps overshoot for ever",
+    )
+
+
+def moved_tau_claims(c: dict):
+    """Claims about a tau that a controller moves."""
+    yield (
+        OBJECTIVES[c["objective"]].has_weights,
+        f"an entropy target steers the weights of {objectives_where(lambda o: o.has_weights)}; "
+        f"objective={c['objective']!r} has none",
+    )
+    yield (
+        c["maxent_tau_max"] > c["maxent_tau_min"],
+        f"maxent_tau_max={c['maxent_tau_max']} must be above "
+        f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
+    )
+    yield (
+        # -1: see default_tau
+        c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
+        f"maxent_tau={c['maxent_tau']} is steered: start it between "
+        f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
+    )
+
+
+def moved_beta_claims(c: dict):
+    """Claims about a beta that a controller moves."""
+    yield (
+        c["beta"] > 0,
+        f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it "
+        "must start above 0",
+    )
+    yield (
+        c["beta_max"] > c["beta_min"],
+        f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered",
+    )
+    yield (
+        c["beta_min"] <= c["beta"] <= c["beta_max"],
+        f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and "
+        f"beta_max={c['beta_max']}",
+    )
     yield (
         # a step multiplies beta by 1 - step_size / horizon or more
         not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
