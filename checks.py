@@ -999,13 +999,17 @@ def tau_of_excess(excess: float, G: int, right: int) -> float:
     low, high = 1e-3, 1e3  # bounds for tau. The entropy grows with tau, so bisection works
     for _ in range(60):  # each round halves ln(high / low), down to the last digit of a float
         tau = math.sqrt(low * high)  # the middle on a log scale
-        # w of one wrong row, then w of one right row
-        wrong = math.exp(-1 / tau) / (right + (G - right) * math.exp(-1 / tau))
-        best = (1 - (G - right) * wrong) / right
-        entropy = -right * best * math.log(best)
-        entropy -= (G - right) * wrong * math.log(wrong) if wrong > 0 else 0.0
+        odds = math.exp(-1 / tau)  # w of a wrong row, relative to that of a right one
+        w_right = 1 / (right + (G - right) * odds)
+        w_wrong = odds * w_right
+        entropy = -right * w_right * math.log(w_right)
+        if w_wrong > 0:  # else exp() has underflowed
+            entropy -= (G - right) * w_wrong * math.log(w_wrong)
         reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))  # 0 to 1
-        low, high = (tau, high) if reached < excess else (low, tau)
+        if reached < excess:
+            low = tau
+        else:
+            high = tau
     return low
 
 
@@ -1065,6 +1069,11 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
     return words
 
 
+def clips(objective: Objective, c: dict) -> bool:
+    """Whether ratios are clipped. Those of cispo are capped."""
+    return objective.ratio != "cispo" and is_policy_gradient(c)
+
+
 # (prefixes of keys, whether these keys have any effect, the key that turns them on). From this
 # table and the next, unused() warns about keys that are set in vain.
 SWITCHES = (
@@ -1077,13 +1086,6 @@ SWITCHES = (
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
 )
-
-
-def clips(objective: Objective, c: dict) -> bool:
-    """Whether ratios are clipped. Those of cispo are capped."""
-    return objective.ratio != "cispo" and is_policy_gradient(c)
-
-
 # key -> whether it has any effect with this objective and config
 USED = {
     # a user's own formula for advantages gets both scale_rewards and pkpo_k
@@ -1191,7 +1193,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
         )
-    if steers_tau(c) and OBJECTIVES[c["objective"]].row_weights:
+    if steers_tau(c) and objective.row_weights:
         warnings.append(
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
             "the wrong way"

@@ -573,11 +573,11 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         name = word.lstrip("-").partition("=")[0] or "key"
         if name.replace("-", "_") in switches:
             raise UserError(f"{word}: write --{name.replace('-', '_')}")
+        if name in NO_KEYS:
+            raise UserError(f"{word}: {NO_KEYS[name]}")
         value = "latest" if RENAMED.get(name, name) == "resume_from_checkpoint" else "..."
         if i + 1 < len(argv) and argv[i + 1][:1] != "-":
             value = argv[i + 1]
-        if name in NO_KEYS:
-            raise UserError(f"{word}: {NO_KEYS[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
 
 
