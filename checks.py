@@ -122,6 +122,16 @@ def max_sequence_length(c: dict) -> int:
     return c["max_prompt_length"] + c["max_completion_length"]
 
 
+def completions_per_prompt(c: dict) -> int:
+    """G + S: completions of a prompt, InfoSeed's included."""
+    return c["num_generations"] + c["info_seed_num_seeds"]
+
+
+def rewards_seeds(c: dict) -> bool:
+    """Whether InfoSeed adds to rewards, which makes equal ones unequal."""
+    return c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+
+
 def state_bytes(c: dict, itemsize: int) -> int:
     """Bytes of optimizer state for each trained parameter. itemsize: bytes of its weight. Beside
     16-bit weights, and under ZeRO also beside float32 ones, DeepSpeed keeps a float32 copy."""
@@ -638,16 +648,6 @@ def library_claims(c: dict):
         mode in ("online", "offline"),
         f"wandb_options.mode={mode!r} must be 'online' or 'offline'; report_to='' turns W&B off",
     )
-
-
-def rewards_seeds(c: dict) -> bool:
-    """Whether InfoSeed adds to rewards, which makes equal ones unequal."""
-    return c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
-
-
-def completions_per_prompt(c: dict) -> int:
-    """G + S: completions of a prompt, InfoSeed's included."""
-    return c["num_generations"] + c["info_seed_num_seeds"]
 
 
 def info_seed_claims(c: dict):

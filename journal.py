@@ -367,12 +367,12 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("a line of metrics is an object with a step")
+        except (ValueError, RecursionError):  # not JSON, or not UTF-8
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
-        except (ValueError, RecursionError):  # not JSON, not UTF-8, or without a step
-            if line.endswith(b"\n"):  # else it is the last line, cut while it was written
-                broken.append(str(number))
+        elif line.endswith(b"\n"):  # else it is the last line, cut while it was written
+            broken.append(str(number))
     return rows, ", ".join(broken)
 
 
