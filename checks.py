@@ -16,6 +16,8 @@ import operator
 import shlex
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
+# --- objectives and optimizers
+
 
 class Objective(NamedTuple):
     """Everything about an objective except its formula, which is in loss.py. The defaults are those
@@ -162,6 +164,8 @@ def objectives_where(wanted) -> str:
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
 
+# --- keys: their entries, choices and ranges
+
 # script -> {key of a training run that it does not read: what to set instead}
 INSTEAD = {
     "evaluate": {
@@ -259,88 +263,7 @@ TEMPLATE_SET_HERE = (
     "tokenizer_kwargs",
 )
 TILDE = "no shell has replaced the ~; write $HOME or the whole path"
-
-
-def entries(c: dict, key: str) -> dict:
-    """All entries of a key that is a dict: the config's, and the defaults for those left out."""
-    return ENTRIES[key] | c[key]
-
-
-def sources(c: dict) -> list[dict]:
-    """Where training rows come from: the one source, or those of a mixture, with all entries."""
-    given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
-    return [ENTRIES["dataset"] | source for source in given]
-
-
-def keyed_sources(c: dict):
-    """(key, source) of every source of rows that a config names."""
-    for source in sources(c):
-        yield "dataset", source
-    for key in ("easy_dataset", "eval_dataset"):
-        yield key, entries(c, key)
-
-
-def eval_source(c: dict) -> dict | None:
-    """Where evaluation rows come from. That is eval_dataset if it has a name, else the training
-    dataset's test split, with the entries that eval_dataset has. None if the training data is a
-    mixture, which has no test split of its own."""
-    given = entries(c, "eval_dataset")
-    if given["name"]:
-        return given
-    if isinstance(c["dataset"], list):
-        return None
-    source = sources(c)[0]
-    return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
-
-
-def holds_out_rows(c: dict) -> bool:
-    """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
-    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset for later
-    is not loaded, so it may be missing."""
-    named = entries(c, "eval_dataset")["name"] != ""
-    return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
-
-
-def values_of(value) -> list:
-    """The numbers that a setting takes during a run: the values of {step: value}, or the number
-    itself."""
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
-def is_on(value) -> bool:
-    """Whether a setting that -1 turns off is on; {step: value} always is."""
-    return isinstance(value, dict) or value >= 0
-
-
-def has_entropy_target(c: dict) -> bool:
-    return is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
-
-
-def steers_tau(c: dict) -> bool:
-    """Whether the entropy controller moves tau. A meta-controller takes its place."""
-    return c["controller_meta_method"] == "" and has_entropy_target(c)
-
-
-def steers_beta(c: dict) -> bool:
-    """Whether the KL controller moves beta. A meta-controller takes its place."""
-    return (
-        c["controller_meta_method"] == ""
-        and c["kl_target"] > 0
-        and c["kl_horizon"] > 0
-        and c["kl_ctl_step_size"] > 0
-    )
-
-
-def moves_tau(c: dict) -> bool:
-    """Whether any controller moves tau."""
-    return c["controller_meta_method"] != "" or steers_tau(c)
-
-
-def moves_beta(c: dict) -> bool:
-    """Whether any controller moves beta."""
-    return c["controller_meta_method"] != "" or steers_beta(c)
-
-
+# key -> the values that it may have
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
@@ -487,6 +410,100 @@ SIGNS = {  # sign -> (the comparison, its words)
 }
 
 
+# --- what several keys say together
+
+
+def entries(c: dict, key: str) -> dict:
+    """All entries of a key that is a dict: the config's, and the defaults for those left out."""
+    return ENTRIES[key] | c[key]
+
+
+def sources(c: dict) -> list[dict]:
+    """Where training rows come from: the one source, or those of a mixture, with all entries."""
+    given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
+    return [ENTRIES["dataset"] | source for source in given]
+
+
+def keyed_sources(c: dict):
+    """(key, source) of every source of rows that a config names."""
+    for source in sources(c):
+        yield "dataset", source
+    for key in ("easy_dataset", "eval_dataset"):
+        yield key, entries(c, key)
+
+
+def paths(c: dict):
+    """(key, value) of every key that may hold a path."""
+    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
+        yield key, c[key]
+    for key, source in keyed_sources(c):
+        yield f"{key}.name", source["name"]
+
+
+def eval_source(c: dict) -> dict | None:
+    """Where evaluation rows come from. That is eval_dataset if it has a name, else the training
+    dataset's test split, with the entries that eval_dataset has. None if the training data is a
+    mixture, which has no test split of its own."""
+    given = entries(c, "eval_dataset")
+    if given["name"]:
+        return given
+    if isinstance(c["dataset"], list):
+        return None
+    source = sources(c)[0]
+    return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
+
+
+def holds_out_rows(c: dict) -> bool:
+    """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
+    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset for later
+    is not loaded, so it may be missing."""
+    named = entries(c, "eval_dataset")["name"] != ""
+    return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
+
+
+def values_of(value) -> list:
+    """The numbers that a setting takes during a run: the values of {step: value}, or the number
+    itself."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def is_on(value) -> bool:
+    """Whether a setting that -1 turns off is on; {step: value} always is."""
+    return isinstance(value, dict) or value >= 0
+
+
+def has_entropy_target(c: dict) -> bool:
+    return is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
+
+
+def steers_tau(c: dict) -> bool:
+    """Whether the entropy controller moves tau. A meta-controller takes its place."""
+    return c["controller_meta_method"] == "" and has_entropy_target(c)
+
+
+def steers_beta(c: dict) -> bool:
+    """Whether the KL controller moves beta. A meta-controller takes its place."""
+    return (
+        c["controller_meta_method"] == ""
+        and c["kl_target"] > 0
+        and c["kl_horizon"] > 0
+        and c["kl_ctl_step_size"] > 0
+    )
+
+
+def moves_tau(c: dict) -> bool:
+    """Whether any controller moves tau."""
+    return c["controller_meta_method"] != "" or steers_tau(c)
+
+
+def moves_beta(c: dict) -> bool:
+    """Whether any controller moves beta."""
+    return c["controller_meta_method"] != "" or steers_beta(c)
+
+
+# --- claims
+
+
 def claims(c: dict):
     """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A claim may rely
     on the ones before it, so a caller stops at the first that fails."""
@@ -589,14 +606,6 @@ def value_claims(c: dict):
         c["weight_sync"] in ("disk", "nccl") or "/" in c["weight_sync"],
         f"weight_sync={c['weight_sync']!r} must be 'disk', 'nccl', or a folder with a / in it",
     )
-
-
-def paths(c: dict):
-    """(key, value) of every key that may hold a path."""
-    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
-        yield key, c[key]
-    for key, source in keyed_sources(c):
-        yield f"{key}.name", source["name"]
 
 
 def library_claims(c: dict):
@@ -938,6 +947,9 @@ def moved_beta_claims(c: dict):
     )
 
 
+# --- how large tau may be
+
+
 def tau_limit(c: dict, vocabulary: int) -> float:
     """The largest maxent_q_temperature * maxent_tau with which a policy that has reached its
     target is right at least half of the time.
@@ -1067,6 +1079,9 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
     if lead < 0.995:
         words += f" (less than {slack} by maxent_q_epsilon or unlikeliness_coef)"
     return words
+
+
+# --- warnings
 
 
 def clips(objective: Objective, c: dict) -> bool:
