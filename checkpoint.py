@@ -809,21 +809,12 @@ def check_state(path: Path, config: dict) -> None:
     file = path / "controller_state.json"
     saved = read_state(path)
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
-    held = saved.get("controllers")
-    if isinstance(held, dict):
-        if missing := example["controllers"].keys() - held.keys():
-            raise UserError(
-                f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: "
-                f"older code wrote it; go on with that code, or {new_run_from(path)}"
-            )
-        for key, form in example["controllers"].items():
-            if not alike(held[key], form):
-                now = f"{key}={quoted(held[key])}"
-                raise damaged(file, f" (controllers.{now}, controllers.init_state has {form!r})")
+    if isinstance(saved.get("controllers"), dict):
+        check_controllers(path, saved["controllers"], example["controllers"])
     try:
-        if saved["replay"]:
+        if saved["replay"]:  # as many prompts as the file has, each with at least one visit
             prompts = {key: [1, 0.0, 0.0] for key in saved["replay"]["prompts"]}
-            example["replay"] = {"total": 1, "prompts": prompts}  # at least one visit
+            example["replay"] = {"total": 1, "prompts": prompts}
     except (KeyError, TypeError):
         raise damaged(file) from None
     if not alike(saved, example):
@@ -832,6 +823,23 @@ def check_state(path: Path, config: dict) -> None:
     variances += saved["controllers"]["meta"]["v"]
     if min(variances) < 0:  # stream.py and controllers.py take their square roots
         raise damaged(file)
+
+
+def check_controllers(path: Path, saved: dict, example: dict) -> None:
+    """UserError that names the entry in which the controllers of a checkpoint differ in form from
+    those of controllers.init_state, to which a user may have added one."""
+    file = path / "controller_state.json"
+    if missing := example.keys() - saved.keys():
+        raise UserError(
+            f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: older "
+            f"code wrote it; go on with that code, or {new_run_from(path)}"
+        )
+    for key, form in example.items():
+        if not alike(saved[key], form):
+            raise damaged(
+                file,
+                f" (controllers.{key}={quoted(saved[key])}, controllers.init_state has {form!r})",
+            )
 
 
 def alike(value, example) -> bool:
