@@ -263,6 +263,39 @@ def script(work, *arguments):
 def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict. Values are literals only, so reading a
     stranger's file runs no code."""
+    text, tree = parse_config_file(path)
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        line = f"{path}:{node.lineno}"
+        if not (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            dotted = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+            cure = '; in a file an entry is written key = {"entry": value}' if dotted else ""
+            raise UserError(f"{line}: expected `key = value`, found {source_of(node, text)}{cure}")
+        key = node.targets[0].id
+        try:
+            # literal_eval accepts no name and no call, so nothing runs
+            value = parse(ast.literal_eval, node.value, f"{line}: {key}")
+        except UserError:  # a ValueError too, which the next clause would catch
+            raise
+        except (ValueError, TypeError):
+            found = source_of(node.value, text)
+            raise UserError(f"{line}: {key} must be a plain literal, not {found}") from None
+        # Python would silently use the last value, and the first would mislead readers of the file
+        if key in values:
+            raise UserError(f"{line}: {key} is set twice")
+        values[key] = value
+    return values
+
+
+def parse_config_file(path) -> tuple:
+    """The text of a config file and its syntax tree. UserError if it can't be read or is not
+    Python."""
     try:
         # utf-8-sig: some editors begin a file with a byte order mark
         with open(path, encoding="utf-8-sig") as file:
@@ -274,43 +307,14 @@ def read_config_file(path) -> dict:
         if os.path.exists(f"{path}/config.json"):
             hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
         raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
-    except UserError:  # a ValueError too, which the next clause would catch
+    except UserError:  # as above
         raise
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
             f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: "
             f"{getattr(error, 'msg', error)}"
         ) from None
-    values = {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
-        if not (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            dotted = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
-            cure = '; in a file an entry is written key = {"entry": value}' if dotted else ""
-            raise UserError(
-                f"{path}:{node.lineno}: expected `key = value`, found {source_of(node, text)}{cure}"
-            )
-        key = node.targets[0].id
-        try:
-            # literal_eval accepts no name and no call, so nothing runs
-            value = parse(ast.literal_eval, node.value, f"{path}:{node.lineno}: {key}")
-        except UserError:
-            raise
-        except (ValueError, TypeError):
-            raise UserError(
-                f"{path}:{node.lineno}: {key} must be a plain literal, not "
-                f"{source_of(node.value, text)}"
-            ) from None
-        # Python would silently use the last value, and the first would mislead readers of the file
-        if key in values:
-            raise UserError(f"{path}:{node.lineno}: {key} is set twice")
-        values[key] = value
-    return values
+    return text, tree
 
 
 def parse(parser, source, where: str):
