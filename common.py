@@ -284,8 +284,8 @@ def read_config_file(path) -> dict:
         except UserError:  # a ValueError too, which the next clause would catch
             raise
         except (ValueError, TypeError):
-            found = source_of(node.value, text)
-            raise UserError(f"{line}: {key} must be a plain literal, not {found}") from None
+            source = source_of(node.value, text)
+            raise UserError(f"{line}: {key} must be a plain literal, not {source}") from None
         # Python would silently use the last value, and the first would mislead readers of the file
         if key in values:
             raise UserError(f"{line}: {key} is set twice")
@@ -615,17 +615,18 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     remaining words: files, and flags of the config."""
     switches = tuple(key for key, default in defaults.items() if isinstance(default, bool))
     refuse_two_words(argv, switches)
-    own, rest = dict(defaults), []
+    flags = dict(defaults)
+    others = []
     for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
         if name not in defaults:
             name = RENAMED.get(name, name)  # sft.py --lr=1e-3
         if word.startswith("--") and name in defaults:
             _, value = read_flag(f"--{name}{equals}{text}", defaults)
-            own[name] = coerce(value, defaults[name], f"command line: {name}")
+            flags[name] = coerce(value, defaults[name], f"command line: {name}")
         else:
-            rest.append(word)
-    return own, rest
+            others.append(word)
+    return flags, others
 
 
 def unused_flags(argv, instead: dict) -> str:
@@ -646,15 +647,15 @@ def unused_flags(argv, instead: dict) -> str:
 def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:
     """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
     warning of unused_flags(), if there is one."""
-    own, rest = own_flags(argv, defaults)
-    for word in rest:
+    flags, others = own_flags(argv, defaults)
+    for word in others:
         name = word.removeprefix("--").partition("=")[0]
         near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
         if word.startswith("--") and near and name.partition(".")[0] not in default_config():
             raise UserError(f"{word}: did you mean --{near[0]}?")
-    if warning := unused_flags(rest, instead or {}):
+    if warning := unused_flags(others, instead or {}):
         say_on_rank_0(warning, file=sys.stderr)
-    return own, load_config(rest)
+    return flags, load_config(others)
 
 
 def default_config() -> dict:

@@ -254,10 +254,10 @@ def refuse_adapters(model: str) -> None:
     from."""
     name = "adapter_config.json"
     try:
-        found = is_there(model, name)
+        has_adapters = is_there(model, name)
     except OSError:  # such as a name that no model can have: loading config.json will report it
         return
-    if found:
+    if has_adapters:
         raise unusable(
             model,
             name,
