@@ -164,7 +164,7 @@ def objectives_where(wanted) -> str:
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
 
-# --- keys: their entries, choices and ranges
+# --- flags of commands; entries, choices and ranges of keys
 
 # script -> {key of a training run that it does not read: what to set instead}
 INSTEAD = {
