@@ -1119,10 +1119,13 @@ def launched_ranks() -> int:
 
 def from_launcher(name: str, default: int) -> int:
     """A number that torchrun has put into the environment. Without RANK there was no torchrun but
-    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us."""
+    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us. default:
+    that of one process, the smallest that there is."""
     text = os.environ.get(name, str(default)) if "RANK" in os.environ else str(default)
-    if not text.isdecimal():
-        raise UserError(f"the environment has {name}={quoted(text)}, which must be a number")
+    if not text.isdecimal() or int(text) < default:
+        raise UserError(
+            f"the environment has {name}={quoted(text)}, which must be a number from {default} on"
+        )
     return int(text)
 
 
