@@ -591,10 +591,7 @@ def value_claims(c: dict):
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
-        yield (
-            not path.startswith("~"),
-            f"{key}={path!r}: {TILDE}",
-        )
+        yield (not path.startswith("~"), f"{key}={path!r}: {TILDE}")
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
             # DeepSpeed would fail only when the run is resumed
@@ -891,8 +888,7 @@ def meta_claims(c: dict):
     yield (
         is_on(entropy) and c["kl_target"] > 0,
         f"controller_meta_method={method!r} needs both targets, "
-        f"maxent_target_weight_entropy={entropy} and "
-        f"kl_target={c['kl_target']}",
+        f"maxent_target_weight_entropy={entropy} and kl_target={c['kl_target']}",
     )
     yield (
         # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for two

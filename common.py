@@ -307,7 +307,7 @@ def parse_config_file(path) -> tuple:
         if os.path.exists(f"{path}/config.json"):
             hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
         raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
-    except UserError:  # as above
+    except UserError:  # a ValueError too, as above
         raise
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
@@ -550,12 +550,7 @@ def read_flag(argument: str, defaults: dict) -> tuple:
         return name, text
     try:
         value = parse(ast.literal_eval, text, f"command line: {name}")
-        if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
-            value = list(value)
-        elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
-            value = [value]
-        return name, value
-    except UserError:
+    except UserError:  # a ValueError too, which the next clause would catch
         raise
     except (ValueError, SyntaxError, TypeError):
         if isinstance(default, list):  # --reward_funcs=a,b or [a]: a shell takes the quotes off 'a'
@@ -564,6 +559,11 @@ def read_flag(argument: str, defaults: dict) -> tuple:
             if all(map(NAME.fullmatch, words)):
                 return name, words
         return name, text  # merge() says which type was expected
+    if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
+        value = list(value)
+    elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
+        value = [value]
+    return name, value
 
 
 def refuse_two_words(argv, switches: tuple = ()) -> None:
