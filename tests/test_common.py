@@ -49,6 +49,10 @@ def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):
     monkeypatch.setenv("RANK", "x")
     with pytest.raises(UserError, match="the environment has RANK='x', which must be a number"):
         launched_rank()
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "0")
+    with pytest.raises(UserError, match="has WORLD_SIZE='0', which must be a number from 1 on"):
+        launched_ranks()
 
 
 def test_what_another_job_has_left_in_the_shell_makes_no_ranks(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 from configs import DEFAULTS, refusal, write
 
 from checks import ENTRIES
-from common import FOREIGN, LONGEST_ERROR, REPLACED, ROOT, UserError, load_config, scheduled
+from common import LONGEST_ERROR, NO_KEYS, RENAMED, ROOT, UserError, load_config, scheduled
 
 
 def test_flags_win_over_files_and_files_over_defaults_whatever_their_order(tmp_path):
@@ -105,13 +105,13 @@ def test_a_key_of_another_trainer_has_the_type_of_ours(capsys):
 
 
 def test_every_older_key_is_taken_or_told_what_has_replaced_it():
-    for name, replacement in (REPLACED | FOREIGN).items():
-        assert name not in DEFAULTS
-        if " " in replacement:
-            assert f"{name} is not a key here: {replacement}" in refusal(f"--{name}=1")
-        else:
-            key, _, entry = replacement.partition(".")
-            assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
+    assert not {*RENAMED, *NO_KEYS} & set(DEFAULTS)
+    assert not set(RENAMED) & set(NO_KEYS)
+    for name, sentence in NO_KEYS.items():
+        assert f"{name} is not a key here: {sentence}" in refusal(f"--{name}=1")
+    for name, replacement in RENAMED.items():
+        key, _, entry = replacement.partition(".")
+        assert key in DEFAULTS and (not entry or entry in ENTRIES[key]), name
 
 
 def test_the_document_for_users_of_verl_knows_what_the_code_does():
@@ -121,8 +121,8 @@ def test_the_document_for_users_of_verl_knows_what_the_code_does():
         for row in rows.strip().splitlines():
             names, ours = row.strip("|").split("|")[:2]
             for name in re.findall(r"`([a-z][\w.]+)`", names):
-                assert (" " in FOREIGN[name]) == sentences, name
-                assert sentences or f"`{FOREIGN[name]}`" in ours, name
+                assert name in (NO_KEYS if sentences else RENAMED), name
+                assert sentences or f"`{RENAMED[name]}`" in ours, name
 
 
 @pytest.mark.parametrize(

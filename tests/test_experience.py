@@ -66,6 +66,7 @@ def inputs_of(*sources, weights=None, easy=()) -> Inputs:
         [FAKE_REWARD],  # by hand: REWARDS has no fake one
         [],
         "",
+        "",
         set(),
     )
 

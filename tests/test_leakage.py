@@ -196,7 +196,7 @@ def test_a_resumed_run_hands_on_what_it_had_learnt_before(tmp_path, monkeypatch,
     monkeypatch.setattr(checkpoint, "changes", lambda path, c: "")
     monkeypatch.setattr(train, "rate_change", lambda path, step, c: "")
     write_trained(tmp_path, prompt_keys(SUMS[:2]))
-    inputs = preflight.Inputs(None, None, [], [], [], [], [], SUMS[1:3], "", {KEY[::-1]})
+    inputs = preflight.Inputs(None, None, [], [], [], [], [], SUMS[1:3], "", "", {KEY[::-1]})
     saved, inputs = train.resume(tmp_path, None, inputs, load_config([]))
     assert saved.step == 3
     assert inputs.trained == prompt_keys(SUMS[:2]) | {KEY[::-1]}
