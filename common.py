@@ -537,9 +537,11 @@ def read_flag(argument: str, defaults: dict) -> tuple:
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return name, True
-    key, _, entry = RENAMED.get(name, name).partition(".")
+    key, dot, entry = RENAMED.get(name, name).partition(".")
     default = defaults.get(key)
-    if entry:
+    if dot:
+        if not entry:
+            raise UserError(f"{argument}: the name of an entry of {key} must follow the dot")
         default = checks.ENTRIES.get(key, {}).get(entry)
     # also for an unknown key, which merge() refuses, and for one that takes text:
     # --push_to_hub=False does not mean a repository "False". Not for a key with choices, so that
@@ -574,6 +576,8 @@ def refuse_two_words(argv, switches: tuple = ()) -> None:
             continue
         if word.removeprefix("--") in switches:
             continue
+        if re.match(r"-\.?\d", word):  # of --reward_weights=[1, -1], which the shell has cut
+            raise UserError(f"{word}: no flag begins with a number; put '...' around a whole list")
         name = word.lstrip("-").partition("=")[0] or "key"
         if name.replace("-", "_") in switches:
             raise UserError(f"{word}: write --{name.replace('-', '_')}")

@@ -123,6 +123,8 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
         (["train.py", "--resume_from_checkpoint"], "--resume_from_checkpoint=latest"),
         (["train.py", TINY, "--resume"], "--resume=latest"),
         (["train.py", TINY, "--temperature={0:", "1.2}"], "{0: ...: the shell has cut this flag"),
+        (["train.py", TINY, "--reward_weights=[1,", "-1]"], "put '...' around a whole list"),
+        (["train.py", TINY, "--dataset.=a"], "an entry of dataset must follow the dot"),
         (["train.py", "no.py", "--system_prompt=[INST] Go:", "x=1"], "config file no.py"),
     ],
 )
