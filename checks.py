@@ -1050,6 +1050,12 @@ SWITCHES = (
     (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
     (("reference_",), lambda c: c["beta"] > 0, "beta"),
     (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
+    (
+        ("rollout_timeout", "weight_sync"),
+        lambda c: c["rollout_engine"] == "server",
+        "rollout_engine",
+    ),
+    (("wandb_options",), lambda c: c["report_to"] == "wandb", "report_to"),
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
 )
@@ -1155,6 +1161,8 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
             "does not save"
         )
+    if c["replay"].keys() - {"size"} and entries(c, "replay")["size"] == 0:
+        warnings.append(f"replay={c['replay']}: not used without replay.size, such as 1000 prompts")
     # 0.3 is ten times the default; from about 30 on the control loop is unstable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(
