@@ -1006,6 +1006,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         )
     highest = q_temperature * c["maxent_tau_max"]  # where a controller may take it
     cure = f"maxent_tau_max={limit / q_temperature:.3g}"
+    if c["maxent_tau"] * q_temperature > highest_allowed:  # tau must start within its bounds
+        cure += " and maxent_tau no higher"
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
         target = max(values_of(c["maxent_target_excess_entropy"]))
         G = completions_per_prompt(c)

@@ -210,6 +210,13 @@ def test_floored_may_be_twice_as_flat():
     assert "= 0.217" in warnings_of(100, floored, "--maxent_tau=0.43", "--objective=flow")
 
 
+def test_a_lower_bound_of_tau_takes_a_start_above_it_along():
+    steered = ["--maxent_target_weight_entropy=0.3", "--maxent_q_temperature=2"]
+    said = warnings_of(100, *steered, "--maxent_tau=0.2")
+    assert said.endswith("set maxent_tau_max=0.109 and maxent_tau no higher")
+    assert warnings_of(100, *steered, "--maxent_tau_max=0.109", "--maxent_tau=0.109") == ""
+
+
 # those of this repository: who adds an objective need not say here what it reads
 SHIPPED = "maxent xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl pkpo flow".split()
 # key: a value that is not its default, and the objectives that read it
