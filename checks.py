@@ -814,10 +814,11 @@ def objective_claims(c: dict):
     )
     masks = is_policy_gradient(c) and c["importance_sampling"].endswith("_mask")
     yield (
-        not masks or c["importance_sampling_cap"] >= 1,
+        # at 1 too: where they agree, rounding puts about half of the ratios above 1
+        not masks or c["importance_sampling_cap"] > 1,
         f"importance_sampling={c['importance_sampling']!r} leaves out what has a ratio above "
-        f"importance_sampling_cap={c['importance_sampling_cap']}: below 1 that is all on which "
-        f"sampler and trainer agree",
+        f"importance_sampling_cap={c['importance_sampling_cap']}: it must be above 1, or rows or "
+        f"tokens on which sampler and trainer agree are left out",
     )
     objective = OBJECTIVES[c["objective"]]
     G = c["num_generations"]
@@ -1042,6 +1043,8 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         )
     highest = q_temperature * c["maxent_tau_max"]  # where a controller may take it
     cure = f"maxent_tau_max={limit / q_temperature:.3g}"
+    if c["maxent_tau"] * q_temperature > highest_allowed:  # tau must start within its bounds
+        cure += " and maxent_tau no higher"
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
         target = max(values_of(c["maxent_target_excess_entropy"]))
         G = completions_per_prompt(c)
@@ -1094,6 +1097,12 @@ SWITCHES = (
     (("kl_horizon", "kl_ctl", "beta_"), lambda c: c["kl_target"] > 0, "kl_target"),
     (("reference_",), lambda c: c["beta"] > 0, "beta"),
     (("mode_entropy_",), lambda c: c["mode_entropy_coef"] > 0, "mode_entropy_coef"),
+    (
+        ("rollout_timeout", "weight_sync"),
+        lambda c: c["rollout_engine"] == "server",
+        "rollout_engine",
+    ),
+    (("wandb_options",), lambda c: c["report_to"] == "wandb", "report_to"),
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),
 )
@@ -1199,6 +1208,8 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
             "does not save"
         )
+    if c["replay"].keys() - {"size"} and entries(c, "replay")["size"] == 0:
+        warnings.append(f"replay={c['replay']}: not used without replay.size, such as 1000 prompts")
     # 0.3 is ten times the default; from about 30 on the control loop is unstable
     if steers_tau(c) and c["maxent_tau_lr"] > 0.3:
         warnings.append(

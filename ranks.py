@@ -187,6 +187,8 @@ def start_distributed(silence: int = SILENCE) -> World:
     else:
         backend = "gloo"
         device = torch.device("cpu")
+    # ZeRO's own calls of torch: every rank would report them at every start
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\..*deprecated")
     if "OMP_NUM_THREADS" not in os.environ:
         # torch counts the machine's cores, of which a container may have only a share
         torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))

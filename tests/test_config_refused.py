@@ -308,6 +308,10 @@ def test_a_json_config_has_the_same_limits(tmp_path):
         ),
         ("delta=1.1 epsilon_high=0.28", ["delta=1.1", "1.28"]),
         (
+            "objective=grpo importance_sampling=sequence_mask importance_sampling_cap=1.0",
+            ["'sequence_mask'", "importance_sampling_cap=1.0", "must be above 1"],
+        ),
+        (
             "reward_funcs=['math','countdown'] reward_weights=[1.0]",
             ["reward_weights=[1.0]", "reward_funcs=['math', 'countdown']"],
         ),
@@ -326,6 +330,8 @@ def test_settings_that_contradict_each_other_are_refused(settings, words):
         "maxent_q_epsilon=0.125 num_generations=8",
         "epsilon_high=0.28 delta=1.28",
         "delta=1.2",
+        "objective=grpo importance_sampling=token_mask importance_sampling_cap=1.01",
+        "importance_sampling=token_mask importance_sampling_cap=1.0",  # maxent reads neither
         "kl_target=0.1 beta=0.1 kl_horizon=0.0",
         "mode_entropy_coef=0.1 objective=xdr",
         "maxent_target_weight_entropy=2.0",

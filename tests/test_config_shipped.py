@@ -210,6 +210,13 @@ def test_floored_may_be_twice_as_flat():
     assert "= 0.217" in warnings_of(100, floored, "--maxent_tau=0.43", "--objective=flow")
 
 
+def test_a_lower_bound_of_tau_takes_a_start_above_it_along():
+    steered = ["--maxent_target_weight_entropy=0.3", "--maxent_q_temperature=2"]
+    said = warnings_of(100, *steered, "--maxent_tau=0.2")
+    assert said.endswith("set maxent_tau_max=0.109 and maxent_tau no higher")
+    assert warnings_of(100, *steered, "--maxent_tau_max=0.109", "--maxent_tau=0.109") == ""
+
+
 # those of this repository: who adds an objective need not say here what it reads
 SHIPPED = "maxent xdr grpo dr_grpo dapo gspo cispo seed_grpo token_entropy maxrl pkpo flow".split()
 # key: a value that is not its default, and the objectives that read it
@@ -283,6 +290,9 @@ SWITCHED = {
     "beta_max=0.5": ("kl_target=0.0", "--kl_target=0.1 --beta=0.1"),
     "reference_placement='cpu'": ("beta=0.0", "--beta=0.1"),
     "epsilon=0.1": ("num_iterations=1", "--num_iterations=2 --objective=grpo"),
+    "rollout_timeout=60.0": ("rollout_engine='vllm'", "--rollout_engine=server"),
+    "weight_sync='nccl'": ("rollout_engine='vllm'", "--rollout_engine=server"),
+    "wandb_options={'mode': 'offline'}": ("report_to=''", "--report_to=wandb"),
     "mode_entropy_score_norm='length'": (
         "mode_entropy_coef=0.0",
         "--mode_entropy_coef=0.1 --objective=dr_grpo",
@@ -293,11 +303,17 @@ SWITCHED = {
 @pytest.mark.parametrize("setting", SWITCHED)
 def test_a_setting_whose_switch_is_off_is_warned_about(setting):
     switch, on = SWITCHED[setting]
-    flag = "--" + setting.replace("'", "")
+    flag = "--" + (setting if "{" in setting else setting.replace("'", ""))
     # dr_grpo: one that reads the setting, if it is a clip of policy gradients
     reader = ["--objective=dr_grpo"] * setting.startswith("epsilon")
     assert f"{setting}: not used with {switch}" in warnings_of(100, flag, *reader)
     assert "not used" not in warnings_of(100, flag, *on.split())
+
+
+def test_replay_without_a_size_is_warned_about():
+    assert "replay={'fraction': 0.5}: not used" in warnings_of(100, "--replay.fraction=0.5")
+    assert warnings_of(100, "--replay.fraction=0.5", "--replay.size=9") == ""
+    assert warnings_of(100, "--replay.size=0") == ""
 
 
 @pytest.mark.parametrize("key", USED)

@@ -24,6 +24,7 @@ def results(tiny_model_dir, tmp_path_factory):
         work = (zero_worker.all_cases, tiny_model_dir, out, stage)
         started = child.start_ranks(ranks, *work, logs=[log] * ranks)
         assert child.statuses(started) == [0] * ranks, log.read_text()[-3000:]
+        assert "deprecated" not in log.read_text()
         return {path.stem: torch.load(path) for path in out.glob("*.pt")}
 
     return lambda case, ranks, stage: learn(ranks, stage)[case]
