@@ -1102,6 +1102,7 @@ SWITCHES = (
         lambda c: c["rollout_engine"] == "server",
         "rollout_engine",
     ),
+    (("vllm_options",), lambda c: c["rollout_engine"] == "vllm", "rollout_engine"),
     (("wandb_options",), lambda c: c["report_to"] == "wandb", "report_to"),
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),

@@ -523,7 +523,7 @@ def encode_prompts(rows: list[dict], tokenizer, c: dict, seeds: bool = False) ->
                 cut += 1
     if not kept:
         without = " even without the users' messages" if c["long_prompts"] == "truncate" else ""
-        raise UserError(f"{sentence}: nothing is left{without}")
+        raise UserError(f"{sentence}: nothing is left{without}; raise max_prompt_length")
     say_on_rank_0(
         f"{sentence}: {cut} have lost the beginning of the user's message, "
         f"{len(rows) - len(kept)} are left out"

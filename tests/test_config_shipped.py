@@ -310,6 +310,13 @@ def test_a_setting_whose_switch_is_off_is_warned_about(setting):
     assert "not used" not in warnings_of(100, flag, *on.split())
 
 
+def test_options_of_vllm_are_warned_about_where_transformers_sample():
+    option = "--vllm_options={'seed': 1}"
+    said = warnings_of(100, option, "--rollout_engine=hf")
+    assert "vllm_options={'seed': 1}: not used with rollout_engine='hf'" in said
+    assert "not used" not in warnings_of(100, option)
+
+
 def test_replay_without_a_size_is_warned_about():
     assert "replay={'fraction': 0.5}: not used" in warnings_of(100, "--replay.fraction=0.5")
     assert warnings_of(100, "--replay.fraction=0.5", "--replay.size=9") == ""
