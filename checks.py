@@ -1043,7 +1043,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
         )
     highest = q_temperature * c["maxent_tau_max"]  # where a controller may take it
     cure = f"maxent_tau_max={limit / q_temperature:.3g}"
-    if c["maxent_tau"] * q_temperature > highest_allowed:  # tau must start within its bounds
+    if now > highest_allowed:  # tau must start within its bounds
         cure += " and maxent_tau no higher"
     if steers_tau(c) and is_on(c["maxent_target_excess_entropy"]):
         target = max(values_of(c["maxent_target_excess_entropy"]))
@@ -1102,7 +1102,8 @@ SWITCHES = (
         lambda c: c["rollout_engine"] == "server",
         "rollout_engine",
     ),
-    (("vllm_options",), lambda c: c["rollout_engine"] == "vllm", "rollout_engine"),
+    # servers: python -m server reads them
+    (("vllm_options",), lambda c: c["rollout_engine"] != "hf", "rollout_engine"),
     (("wandb_options",), lambda c: c["report_to"] == "wandb", "report_to"),
     # in the first update of a batch the old policy is the current one: nothing to clip
     (("epsilon", "delta"), lambda c: c["num_iterations"] > 1, "num_iterations"),

@@ -377,11 +377,13 @@ def merge(config: dict, values: dict, source: str) -> dict:
             say_on_rank_0(f"{source}: {name} is now {path}", file=sys.stderr)
             if path in values:
                 raise UserError(f"{source}: {path} is set twice, once by its older name {name}")
-        key, _, entry = path.partition(".")
+        key, dot, entry = path.partition(".")
         where = f"{source}: {name}"
-        if entry:
+        if dot:
             if type(merged[key]) is not dict:
                 raise UserError(f"{where}: {key}={quoted(merged[key])} has no entries by name")
+            if not entry:
+                raise UserError(f"{where}: the name of an entry of {key} must follow the dot")
             value = {**merged[key], entry: value}
         merged[key] = coerce_key(key, value, config[key], where)
     return merged
@@ -537,11 +539,9 @@ def read_flag(argument: str, defaults: dict) -> tuple:
     name, equals, text = argument[2:].partition("=")
     if not equals:
         return name, True
-    key, dot, entry = RENAMED.get(name, name).partition(".")
+    key, _, entry = RENAMED.get(name, name).partition(".")
     default = defaults.get(key)
-    if dot:
-        if not entry:
-            raise UserError(f"{argument}: the name of an entry of {key} must follow the dot")
+    if entry:
         default = checks.ENTRIES.get(key, {}).get(entry)
     # also for an unknown key, which merge() refuses, and for one that takes text:
     # --push_to_hub=False does not mean a repository "False". Not for a key with choices, so that

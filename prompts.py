@@ -18,6 +18,7 @@ from types import NoneType
 from common import (
     LONGEST_CONFIG,
     UserError,
+    error_text,
     in_one_line,
     launched_rank,
     progress,
@@ -267,8 +268,7 @@ def render_prompt(row: dict, tokenizer, c: dict) -> str:
         raise UserError(
             f"the chat template can't render row {row['id']!r} with "
             f"system_prompt={c['system_prompt']!r} and "
-            f"chat_template_kwargs={c['chat_template_kwargs']!r}: "
-            f"{type(error).__name__}: {in_one_line(error, 300)}"
+            f"chat_template_kwargs={c['chat_template_kwargs']!r}: {error_text(error)}"
         ) from None
 
 
@@ -323,9 +323,7 @@ def check_chat_template(tokenizer, what: str) -> None:
     try:
         text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program, so it may raise anything
-        raise UserError(
-            f"{what} can't be used: {type(error).__name__}: {in_one_line(error, 300)}"
-        ) from None
+        raise UserError(f"{what} can't be used: {error_text(error)}") from None
     if "\0" not in text:
         raise UserError(
             f"{what} leaves the user's message out: it must write messages[i]['content']"

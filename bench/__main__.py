@@ -300,10 +300,7 @@ def draw_memory(axis, letter: str, runs: list[dict], theirs: list[dict]) -> None
 def growth(path: Path) -> None:
     """Draws and fits how a step grows with each size while the others stay. The picture also has
     TRL's step, dashed."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # no display needed
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     print_head(
         [
@@ -317,7 +314,8 @@ def growth(path: Path) -> None:
         ]
     )
     # a column for each size: seconds above, memory below
-    figure, axes = plt.subplots(2, len(GROWTH), figsize=(14, 6), sharex="col")
+    figure = Figure(figsize=(14, 6))
+    axes = figure.subplots(2, len(GROWTH), sharex="col")
     for letter, (above, below) in zip(GROWTH, axes.T):
         # not A B B A as in compare(): a slope is of one arm; TRL's is only for the picture
         runs = measure_growth("ours", letter)

@@ -1,11 +1,11 @@
 """results.md and comparison.png: what they hold, which arms are doses of each other, and that what
 is damaged is named."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 from compare_runs import K, plan, read_lines, write_lines, write_run
+from matplotlib.figure import Figure
 
 from common import UserError
 from compare import __main__ as compare
@@ -96,13 +96,12 @@ def test_a_path_is_drawn_with_its_mean_to_the_right(tmp_path):
     lines = [
         {"arm": "a", "seed": 1, "step": step, "mean": 0.1 * step, "pass": 0.9} for step in (1, 2)
     ]
-    _, axis = plt.subplots()
+    axis = Figure().subplots()
     results.draw_path(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
     assert axis.lines[0].get_xdata() == pytest.approx([0.1, 0.2])
     assert axis.lines[0].get_ydata() == pytest.approx([0.9, 0.9])
     ends = [line.get_xdata()[0] for line in axis.lines[1:]]  # a cross at the start, a dot
     assert ends == pytest.approx([0.1, 0.2])
-    plt.close("all")
 
 
 def test_the_first_arm_shows_below_one_that_lies_upon_it():
@@ -111,12 +110,11 @@ def test_the_first_arm_shows_below_one_that_lies_upon_it():
         for arm in ("a", "b")
         for step in (1, 2)
     ]
-    _, axes = plt.subplots(1, 2)
+    axes = Figure().subplots(1, 2)
     for axis, panel in zip(axes, (results.draw_curve, results.draw_path), strict=True):
         panel(axis, pd.DataFrame(lines), "pass", K, {"a": "blue", "b": "red"})
         widths = {line.get_color(): line.get_linewidth() for line in axis.lines[::-1]}
         assert widths["blue"] > 2 * widths["red"]
-    plt.close("all")
 
 
 def test_a_curve_is_the_mean_of_the_runs_of_its_metric_and_the_area_their_range():
@@ -127,13 +125,12 @@ def test_a_curve_is_the_mean_of_the_runs_of_its_metric_and_the_area_their_range(
             lines.append(line)
     lines.pop()  # the second run ends before the first, and stays where it ended
     lines.append({"arm": "b", "seed": 1, "step": 30, "mean": 0.2, "pass": 0.1})
-    _, axis = plt.subplots()
+    axis = Figure().subplots()
     results.draw_curve(axis, pd.DataFrame(lines), "pass", K, {"a": "blue"})
     assert axis.lines[0].get_xdata() == pytest.approx([0, 10, 20])
     assert axis.lines[0].get_ydata() == pytest.approx([0.5, 0.7, 0.85])
     area = axis.collections[0].get_paths()[0].vertices[:, 1]
     assert (area.min(), area.max()) == pytest.approx((0.4, 0.9))
-    plt.close("all")
 
 
 def test_each_arm_is_drawn_with_its_own_rewards_up_to_its_last_step():
@@ -141,12 +138,11 @@ def test_each_arm_is_drawn_with_its_own_rewards_up_to_its_last_step():
     nan = float("nan")
     values = [[0.1, 0.2, 0.4], [0.2, 0.4, 0.6], [nan, 0.5, nan]]
     rewards = pd.DataFrame(values, index=[1, 2, 3], columns=columns)
-    _, axis = plt.subplots()
+    axis = Figure().subplots()
     results.draw_rewards(axis, rewards, {"a": "blue", "b": "red"})
     drawn = {line.get_color(): line.get_ydata() for line in axis.lines}
     assert drawn["blue"] == pytest.approx([0.1, 0.2])
     assert drawn["red"] == pytest.approx([0.3, 0.5, 0.55])
-    plt.close("all")
 
 
 def test_doses_are_drawn_in_their_order_with_the_outcomes_of_their_arms():
@@ -155,11 +151,10 @@ def test_doses_are_drawn_in_their_order_with_the_outcomes_of_their_arms():
         line = {"arm": arm, "seed": 1, "problem": "p", "mean": 0.0, "pass": passed}
         lines.append(line | {"coverage": 0.0, "distinct": 0.0})
     dosed = ("maxent_tau", [(0.1, "b"), (0.2, "c"), (0.4, "a")])
-    _, axis = plt.subplots()
+    axis = Figure().subplots()
     results.draw_doses(axis, pd.DataFrame(lines), ["pass"], K, dosed)
     assert axis.lines[0].get_ydata() == pytest.approx([0.1, 0.2, 0.3])
     assert [label.get_text() for label in axis.get_xticklabels()] == ["0.1", "0.2", "0.4"]
-    plt.close("all")
 
 
 def test_outcomes_are_those_of_all_evaluation_seeds_together_by_hand(tmp_path):

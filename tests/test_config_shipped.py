@@ -292,7 +292,7 @@ SWITCHED = {
     "epsilon=0.1": ("num_iterations=1", "--num_iterations=2 --objective=grpo"),
     "rollout_timeout=60.0": ("rollout_engine='vllm'", "--rollout_engine=server"),
     "weight_sync='nccl'": ("rollout_engine='vllm'", "--rollout_engine=server"),
-    "vllm_options={'max_num_seqs': 8}": ("rollout_engine='hf'", "--rollout_engine=vllm"),
+    "vllm_options={'max_num_seqs': 8}": ("rollout_engine='hf'", "--rollout_engine=server"),
     "wandb_options={'mode': 'offline'}": ("report_to=''", "--report_to=wandb"),
     "mode_entropy_score_norm='length'": (
         "mode_entropy_coef=0.0",

@@ -125,6 +125,8 @@ def test_a_checkpoint_is_verified_without_torch(without_torch, tmp_path):
         (["train.py", TINY, "--temperature={0:", "1.2}"], "{0: ...: the shell has cut this flag"),
         (["train.py", TINY, "--reward_weights=[1,", "-1]"], "put '...' around a whole list"),
         (["train.py", TINY, "--dataset.=a"], "an entry of dataset must follow the dot"),
+        (["train.py", TINY, "--learning_rate.=1"], "learning_rate=0.0002 has no entries by name"),
+        (["train.py", TINY, "--datset.=a"], "unknown key 'datset.'; did you mean 'dataset'?"),
         (["train.py", "no.py", "--system_prompt=[INST] Go:", "x=1"], "config file no.py"),
     ],
 )
