@@ -105,7 +105,7 @@ COUNTDOWN_K64 = {
     "dapo, lr 2e-4, two seeds": "dapo",
     "dr_grpo, lr 5e-5 (start .219, pass@8 .730)": "dr_grpo_slow",
     "dr_grpo, cosine (start .225, pass@8 .727)": "dr_grpo_cosine",
-    "maxent, τ = .2, lr 5e-5 (start .230, .549, .856, .969, as all below), two seeds": "maxent_slow",
+    "maxent, τ = .2, lr 5e-5 (start .230, .549, .856, .969, also below), two seeds": "maxent_slow",
     'maxent "floored", τ = .4, lr 2e-4, two seeds': "maxent_floored_40",
     "pkpo, k = 2, lr 2e-4": "pkpo_2",
     "pkpo, k from 8 to 1, lr 2e-4, two seeds": "pkpo_anneal",
