@@ -9,6 +9,7 @@ A row's "prompt" is either the user's text, or a conversation: a list of message
 import hashlib
 import re
 from array import array
+from collections.abc import Iterable
 from datetime import date, time, timedelta
 from functools import cached_property
 from numbers import Number
@@ -143,20 +144,27 @@ def with_uncut(row: dict) -> list[dict]:
 def prompts_hash(rows: list[dict]) -> str:
     """A hash of the rows' prompts, as the model gets them, and of their order. It shows a resumed
     run that its data have changed, and ranks that theirs differ."""
-    whole = hashlib.sha256()
-    for row in rows:
-        whole.update(array("q", [*row["prompt_ids"], -1]).tobytes())  # -1 ends each
-    return whole.hexdigest()[:16]
+    # -1 ends each
+    return hash_of(array("q", [*row["prompt_ids"], -1]).tobytes() for row in rows)
 
 
 def answers_hash(rows: list[dict]) -> str:
     """The same for all that rewards read of the rows: two nodes' copies of a dataset may differ in
     this alone, or an answer may be corrected between two launches."""
+    return hash_of(stable_text(without_added(row)).encode() for row in rows)
+
+
+def hash_of(parts: Iterable[bytes]) -> str:
+    """A hash of byte strings and their order."""
     whole = hashlib.sha256()
-    for row in rows:
-        read = {key: value for key, value in row.items() if key not in ADDED}
-        whole.update(stable_text(read).encode())
+    for part in parts:
+        whole.update(part)
     return whole.hexdigest()[:16]
+
+
+def without_added(row: dict) -> dict:
+    """What rewards read of a row: all but what encode_prompts() adds."""
+    return {key: value for key, value in row.items() if key not in ADDED}
 
 
 def stable_text(value) -> str:

@@ -25,7 +25,7 @@ import tasks
 import workers
 from checks import completions_per_prompt
 from common import RewardsFailed, UserError, print_above_bar, quoted
-from prompts import ADDED
+from prompts import without_added
 from tasks import last_answer, mathematics
 from workers import Failure
 
@@ -104,7 +104,7 @@ def job_key(function: RewardFunction, row: dict, r: dict) -> tuple:
 def jobs_of(group: list[dict], row: dict, functions: list[RewardFunction], c: dict) -> dict:
     """{key: (function, text, arguments)} for the completions of one row."""
     # leaves out what no reward needs, because every job pickles its arguments
-    shared = {name: value for name, value in row.items() if name not in ADDED}
+    shared = without_added(row)
     shared["max_completion_length"] = c["max_completion_length"]
     shared["soft_overlong_buffer"] = c["soft_overlong_buffer"]
     jobs = {}
@@ -266,7 +266,7 @@ def cure_for(function: RewardFunction, row: dict, failure: dict) -> str:
     if ":" not in function.name:
         return "name a reward that reads such answers, or another column as the answer"
     # a user's own function may expect other columns, as one written for TRL does
-    columns = ", ".join(sorted(row.keys() - set(ADDED)))
+    columns = ", ".join(sorted(without_added(row)))
     more = '; the entry "more" of dataset adds columns'
     if isinstance(row["answer"], dict):
         more += f", and {quoted(', '.join(map(str, row['answer'])))} are inside of the answer"

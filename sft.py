@@ -20,7 +20,6 @@ from common import launched_rank, launched_ranks, load_with_flags, script
 if __name__ == "__main__":
     own, config = script(lambda argv: load_with_flags(argv, FLAGS["sft"], INSTEAD["sft"]))
 
-import hashlib
 import json
 import random
 import time
@@ -40,6 +39,7 @@ from policy import CHUNK, Policy, make_trainable, set_stop_tokens
 from preflight import check_context, check_savable, eval_rows_of, load_checked_files
 from prompts import (
     check_known,
+    hash_of,
     prompt_keys,
     seed_prompts,
     token_ids,
@@ -177,13 +177,6 @@ def check_demonstrations(groups: list, tokenizer, vocab_size: int) -> None:
             check_known(ids, tokenizer, vocab_size, "a prompt or a solution")
 
 
-def hash_of(groups: list) -> str:
-    whole = hashlib.sha256()
-    for group in groups:
-        whole.update(json.dumps(group).encode())
-    return whole.hexdigest()[:16]
-
-
 def sft_batch(groups: list, step: int, size: int, seed: int, world: World) -> dict:
     """This rank's share of a step's demonstrations: `size` rows are drawn with replacement, and one
     solution from each."""
@@ -313,7 +306,8 @@ def make_optimizer(policy, steps: int, learning_rate: float) -> tuple:
 def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | None) -> None:
     """Trains on all ranks together; rank 0 saves the model to output_dir. trained: see save()."""
     world = start_distributed()
-    check_alike(c | own | {"hash of the demonstrations": hash_of(groups)})
+    demonstrations_hash = hash_of(json.dumps(group).encode() for group in groups)
+    check_alike(c | own | {"hash of the demonstrations": demonstrations_hash})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
     policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
