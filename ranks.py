@@ -195,6 +195,11 @@ def start_distributed(silence: int = SILENCE) -> World:
     deepspeed.utils.logger.setLevel("ERROR")
     # there would be a bar per rank, for files that load in no time
     transformers.utils.logging.disable_progress_bar()
+    if not dist.is_initialized():
+        # not by DeepSpeed, which binds each of several ranks to its GPU. Every new group, of vLLM's
+        # too and even one for CPUs, would then split NCCL's communicator at once: all ranks have to
+        # come, and those outside of the group wait with Python locked, without a heartbeat
+        dist.init_process_group(backend, timeout=DEADLINE)
     deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
     del store
     if dist.get_world_size() > 1 and not hearts:
