@@ -8,12 +8,12 @@ differences and draws them.
 
 An arm is a line `name = {"key": value, ...}` of the arms file, with what the arm changes in the
 config. The first arm is the baseline. The command's own flags: --arms, --seeds (runs of each arm,
-seeds 1..n), --eval_seeds (default 3), --output (default runs/compare_<config>), --ranks of a run
-(default 2; on GPUs one each), --jobs (runs at a time; on GPUs 1: all take the first), --patience
-(end a run whose held-out mean@k has set no record for so many steps, see settled_at() in
-results.py), --report_only (table and picture of what is finished). Every other --key=value goes to
-all runs. The same command again continues where it was interrupted: finished runs are not repeated,
-unfinished ones go on.
+seeds 1..n, default 3), --eval_seeds (default 3), --output (default runs/compare_<config>), --ranks
+of a run (default 2; on GPUs one each), --jobs (runs at a time; on GPUs 1: all take the first),
+--patience (end a run whose held-out mean@k has set no record for so many steps, see settled_at()
+in results.py), --report_only (table and picture of what is finished). Every other --key=value goes
+to all runs. The same command again continues where it was interrupted: finished runs are not
+repeated, unfinished ones go on.
 
 Writes results.md and comparison.png (results.py says what the figures mean), and each run's folder
 <output>/<arm>/seed_<n>/, in which eval.jsonl has the scores of the last checkpoint on every
