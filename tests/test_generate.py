@@ -318,3 +318,9 @@ def test_answers_that_a_reward_can_not_read_are_told_before_anything_is_sampled(
     with pytest.raises(UserError, match=r"'countdown' can't score row '0'"):
         generate.main(c, own)
     assert not (tmp_path / "lines.jsonl").exists()
+
+
+def test_without_a_file_to_write_nothing_is_sampled(monkeypatch):
+    monkeypatch.setattr(generate, "write", lambda *args: pytest.fail("it goes on"))
+    with pytest.raises(UserError, match="--output is empty"):
+        generate.main(load_config([]), checks.FLAGS["generate"])
