@@ -55,6 +55,8 @@ def test_each_update_has_the_steered_beta_and_the_rate_of_its_step(monkeypatch, 
     assert run.skipped_steps == skipped
     assert (metrics["loss"], metrics["clip_ratio/low"], metrics["clip_ratio/high"]) == (1, 2, 2)
     assert (metrics["time/learn_slowest"], metrics["time/learn_mean"]) == (2.0, 1.0)
+    assert (metrics["learning_rate"], metrics["grad_norm"]) == (0.5, 1.0)
+    assert metrics["skipped_steps"] == skipped
     assert run.timer.seconds == {"wait": 0.5}
 
 
