@@ -208,6 +208,9 @@ def test_a_checkpoint_to_go_on_from_is_not_deleted_with_its_folder(run_folder):
     c = load_config([TINY, f"--output_dir={run_folder}", *flags])
     with pytest.raises(UserError, match=r"resume_from_checkpoint.* would delete"):
         journal.check_run_folder(c, resuming=False)
+    # weights for servers are the run's own
+    c |= {"resume_from_checkpoint": "", "weight_sync": str(run_folder / "weights")}
+    journal.check_run_folder(c, resuming=False)
 
 
 def test_a_run_that_died_before_its_first_metric_can_be_overwritten(tmp_path):

@@ -89,7 +89,10 @@ def test_a_checkpoint_is_exported_by_its_shards_whatever_its_settings_say(
     with pytest.raises(UserError, match=r"train_config\.json is damaged"):
         checkpoint.export(path, tmp_path / "out")
     signed(path, "train_config.json", {})
+    stops = {"eos_token_id": [0, 7]}  # of which config.json says nothing
+    signed(path, "generation_config.json", stops)
     checkpoint.export(path, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == stops
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(exported[name], weights[name]) for name in weights)
     assert read_trained(tmp_path / "out") == read_trained(path) == {"0" * 16}

@@ -12,6 +12,7 @@ from deadlines import PATIENCE
 from exact_matrix import ROOT
 
 import common
+import ranks
 from common import (
     RunStopped,
     UserError,
@@ -63,6 +64,10 @@ def test_what_another_job_has_left_in_the_shell_makes_no_ranks(monkeypatch):
     monkeypatch.delenv("RANK")
     assert launched_ranks() == 1
     assert common.from_launcher("LOCAL_WORLD_SIZE", 1) == 1
+    # nor when it has got a rank of its own, 0
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"})
+    ranks.be_alone()
+    assert launched_ranks() == common.from_launcher("LOCAL_WORLD_SIZE", 1) == 1
 
 
 def test_what_is_compiled_has_a_place_also_without_a_home(tmp_path, monkeypatch):

@@ -61,6 +61,41 @@ def test_how_much_a_group_counts():
     assert torch.allclose(maxent, rare, atol=1e-4)
 
 
+def test_the_trainers_loss_is_told_what_was_sampled(monkeypatch):
+    told = []
+    group_targets = toy.learner.group_targets
+
+    def listen(measured, tau, beta, c):
+        told.append((measured, c["pkpo_k"]))
+        return group_targets(measured, tau, beta, c)
+
+    monkeypatch.setattr(toy.learner, "group_targets", listen)
+    world = toy.one_prompt()
+    c = config(objective="dr_grpo", beta=0.3, max_completion_length=4)
+    groups = toy.sample(world, 0.5 * world.weights, c, torch.Generator().manual_seed(0))
+    start = world.weights.log_softmax(1).expand(len(groups.answers), -1)
+    assert torch.allclose(groups.ref_logps, start.gather(1, groups.answers))
+    apart, _ = toy.loss_of(groups, c)
+    measured, _ = told[0]
+    assert torch.equal(measured.clusters, groups.answers)
+    assert torch.allclose(measured.mean_logps, groups.logps / 4)
+    right = [set(row[row < 6].tolist()) for row in groups.answers]  # of 24 the first six
+    assert measured.correct_modes.tolist() == list(map(len, right))
+    # beta weighs the KL of a row's four tokens
+    same, _ = toy.loss_of(groups._replace(ref_logps=groups.logps), c)
+    kl = loss.k3_kl(groups.logps / 4, groups.ref_logps / 4).mean()
+    assert (apart - same).item() == pytest.approx(0.3 * kl.item(), rel=1e-4)
+    # and a bonus their entropy
+    flat = groups._replace(entropies=torch.zeros(len(groups.entropies)))
+    bonus = config(objective="token_entropy", token_entropy_coef=0.5, max_completion_length=4)
+    (with_bonus, _), (without, _) = toy.loss_of(groups, bonus), toy.loss_of(flat, bonus)
+    mean = groups.entropies.mean().item() / 4
+    assert (without - with_bonus).item() == pytest.approx(0.5 * mean, rel=1e-4)
+    told.clear()
+    toy.train(world, config(objective="pkpo", pkpo_k={0: 4, 2: 2}, max_steps=3), seed=1)
+    assert [k for _, k in told] == [4, 3, 2]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("world", [toy.one_prompt(), toy.many_prompts()], ids=["one", "many"])
 def test_every_objective_with_its_settings_runs(case, world):

@@ -434,7 +434,7 @@ def test_an_excess_entropy_that_takes_tau_beyond_its_limit_is_warned_about():
     found = warnings_of(100, f"{target}=0.2")
     assert "0.255" in found and "maxent_tau_max=0.217" in found
     assert warnings_of(100, f"{target}=0.2", "--maxent_tau_max=0.217") == ""
-    assert "0.3" in warnings_of(100, f"{target}={{0: 0.1, 10: 0.3}}")
+    assert "0.3" in warnings_of(100, f"{target}={{0: 0.1, 5: 0.3, 10: 0.2}}")
     assert "maxent_tau_max=0.0838" in warnings_of(151936, "--maxent_tau=0.08", f"{target}=0.05")
     assert (
         warnings_of(100, f"{target}=0.2", "--objective=grpo", "--maxent_target_excess_entropy=-1")

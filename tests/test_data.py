@@ -488,7 +488,7 @@ def test_a_run_trains_on_no_prompt_that_it_is_evaluated_on(sums, capsys):
 
 def test_nor_on_one_that_somebody_evaluates_later(sums):
     """Named in the config, for evaluate.py to read; the run itself does not."""
-    assert len(sums("first", "--eval_steps=0", "--allow_leakage=True").pools[0]) == 3
+    assert len(sums("not there", "--eval_steps=0", "--allow_leakage=True").pools[0]) == 3
     inputs = sums("first", "--eval_steps=0")
     assert inputs.eval_rows == []
     assert prompts_of(inputs.pools[0]) == ["1+1", "2+1"]
@@ -543,7 +543,9 @@ def test_the_easy_pool_counts_as_training_data_too(sums, tmp_path, capsys):
     assert len(sums("clean", *easy).easy) == 2
     assert "evaluation prompts" not in capsys.readouterr().out
     assert prompts_of(sums("test", *easy).easy) == ["3+1"]
-    assert "1 of 5 training rows" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 of 5 training rows" in said
+    assert "dataset has 4 prompt(s), fewer than prompts_per_step=" in said
     assert len(sums("test", *easy, "--allow_leakage=True").easy) == 2
 
 

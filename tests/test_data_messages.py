@@ -76,6 +76,7 @@ def test_the_last_message_alone_is_cut():
     assert TOKENIZER.decode(cut["prompt_ids"]).endswith("2<|end|><|user|>2+2?<|assistant|>")
     assert cut["prompt"] == [SYSTEM, QUESTION, ANSWER, {"role": "user", "content": "2+2?"}]
     assert len(row["prompt"][-1]["content"]) == 54
+    assert cut["uncut_prompt"] == row["prompt"]  # by which an evaluation knows the problem
     # what stands before it is too long already
     message = refusal(encoded, row, "--max_prompt_length=20", "--long_prompts=truncate")
     assert "nothing is left" in message

@@ -35,9 +35,9 @@ class Watched:
         self.said = []
 
     def take_steps(self, rewards, count: int = 1, all_right: bool = False, **shown) -> None:
-        """`count` steps with these rewards (P, G). shown: metrics beside the healthy ones, by their
-        last word."""
-        self.config["num_generations"] = rewards.shape[1]
+        """`count` steps with these rewards (P, G + S). shown: metrics beside the healthy ones, by
+        their last word."""
+        self.config["num_generations"] = rewards.shape[1] - self.config["info_seed_num_seeds"]
         metrics = {f"completions/{name}": value for name, value in (HEALTHY | shown).items()}
         right = torch.full(rewards.shape, all_right)
         collected = SimpleNamespace(rewards=rewards, right=right)
@@ -190,6 +190,17 @@ def test_small_differences_are_no_fault_beside_large_ones_nor_late():
     early.step = FLAT_STEPS - 2  # a resume that has not seen the first of these steps
     early.take_steps(0.01 * ONE_RIGHT, 20)
     assert not early.said
+
+
+def test_rows_with_a_seed_learn_by_themselves_and_are_not_looked_at():
+    seeded = torch.tensor([[0.0, 1.0]]).expand(len(WRONG), 2)
+    run = Watched("--info_seed_num_seeds=2")
+    run.take_steps(torch.cat([WRONG, seeded], 1), EQUAL_STEPS)
+    assert not run.said
+    run = Watched("--info_seed_num_seeds=2")
+    run.take_steps(torch.cat([0.01 * ONE_RIGHT, seeded], 1), FLAT_STEPS)
+    (warning,) = run.said
+    assert "rewards of a group differed by 0.01 at most" in warning
 
 
 def test_the_loop_tells_a_user_in_its_fifth_step(tiny_model_dir, tmp_path):

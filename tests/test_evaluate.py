@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from digit_engine import FAKE_REWARD, TOKENIZER, FakeEngine, rows_of
+from row_files import refusal
 
 import evaluate
 import rollout
 import scoring
 import sft
+from checks import FLAGS as FLAGS_OF
 from common import load_config
 from ranks import World
 
@@ -140,3 +142,15 @@ def test_the_shown_group_is_the_first_whose_rewards_differ():
     same = [rollouts[0], rollouts[1], rollouts[2], rollouts[0]]  # the last is the first again
     assert rollout.show(tokenizer, same, torch.ones(1, 4)).endswith("'3'")
     assert rollout.show(tokenizer, rollouts[:1] * 3, torch.ones(1, 3)).count("reward") == 1
+
+
+def test_an_evaluation_with_no_seed_or_no_place_to_write_is_refused_before_anything_loads(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "load_checked_files", lambda c: pytest.fail("it goes on"))
+    c, own = load_config([]), FLAGS_OF["evaluate"]
+    assert "--seeds=0 must be at least 1" in refusal(evaluate.main, c, own | {"seeds": 0})
+    taken = tmp_path / "eval.jsonl"
+    taken.with_suffix(".jsonl.tmp").mkdir()  # where it would be written first
+    said = refusal(evaluate.main, c, own | {"output": str(taken)})
+    assert "--output" in said and "is a folder or a device, not a file" in said

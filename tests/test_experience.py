@@ -396,10 +396,14 @@ def test_a_line_of_logged_rollouts_is_a_completion_with_its_own_prompt_and_rewar
     p = len(got.prompts)
     rewards = torch.zeros(p, G + S)
     weights = torch.arange(p * (G + S)).view(p, -1) / 10
-    targets = GroupTargets(rewards, rewards[:, 0] > 0, weights=weights)
-    experience.log_rollouts(tmp_path, collected, targets, [FAKE_REWARD], 2)
-    text = (tmp_path / "rollouts" / "step_000002.rank_0.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
+    targets = GroupTargets(rewards, rewards[:, 0] > 0, weights=weights, advantages=weights - 1)
+
+    def logged(step: int, targets: GroupTargets) -> list[dict]:
+        experience.log_rollouts(tmp_path, collected, targets, [FAKE_REWARD], step)
+        text = (tmp_path / "rollouts" / f"step_{step:06d}.rank_0.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+    lines = logged(2, targets)
     assert [line["completion"] for line in lines] == [r["text"] for r in got.rollouts]
     answers = {row["id"]: row["answer"] for row in MIXED.pools[0]}
     for i, line in enumerate(lines):
@@ -408,7 +412,11 @@ def test_a_line_of_logged_rollouts_is_a_completion_with_its_own_prompt_and_rewar
         assert line["correct"] == (line["reward"] >= 1)
         assert (line["tokens"], line["logprob"]) == (5, -5.0)
         assert line["weight"] == pytest.approx(i / 10)
-        assert not {"advantage", "goal"} & set(line)  # this objective has none
+        assert line["advantage"] == pytest.approx(i / 10 - 1)
+        assert "goal" not in line  # this objective has none
+    for i, line in enumerate(logged(3, GroupTargets(rewards, targets.active, goals=weights + 1))):
+        assert line["goal"] == pytest.approx(i / 10 + 1)
+        assert not {"weight", "advantage"} & set(line)
 
 
 # --- rewards that fail

@@ -305,3 +305,22 @@ def test_a_file_of_other_rows_is_refused_as_it_is(tmp_path, content):
     with pytest.raises(UserError, match="was made from other rows: its prompt"):
         generate.finished_prompts(path, rows, config)
     assert path.read_bytes() == content
+
+
+def test_answers_that_a_reward_can_not_read_are_told_before_anything_is_sampled(
+    tiny_model_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(generate, "start_distributed", lambda: pytest.fail("it goes on"))
+    path = jsonl(tmp_path, {"prompt": "1+1?", "answer": "two"})
+    more = [f"--dataset.name={path}", "--reward_workers=0"]
+    argv = words(tiny_model_dir, tmp_path / "lines.jsonl", *more)
+    own, c = load_with_flags(argv, checks.FLAGS["generate"])
+    with pytest.raises(UserError, match=r"'countdown' can't score row '0'"):
+        generate.main(c, own)
+    assert not (tmp_path / "lines.jsonl").exists()
+
+
+def test_without_a_file_to_write_nothing_is_sampled(monkeypatch):
+    monkeypatch.setattr(generate, "write", lambda *args: pytest.fail("it goes on"))
+    with pytest.raises(UserError, match="--output is empty"):
+        generate.main(load_config([]), checks.FLAGS["generate"])

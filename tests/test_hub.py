@@ -362,3 +362,22 @@ def test_a_damaged_generation_config_of_a_hubs_model_is_no_missing_one(tmp_path,
     assert preflight.generation_eos("a/b") is None
     (copy / "generation_config.json").write_text('{"eos')
     assert "generation_config.json" in refusal(preflight.generation_eos, "a/b")
+
+
+def test_a_run_that_must_stop_says_that_its_upload_is_cut_off(tmp_path, monkeypatch):
+    told = []
+    hub = SimpleNamespace()
+    hub.abandon, hub.leave = (lambda: told.append("abandon")), (lambda: told.append("leave"))
+    monkeypatch.setattr(train, "start", lambda c: SimpleNamespace(hub=hub))
+
+    def stop(run):
+        raise RunStopped("memory ran out")
+
+    c = {"output_dir": str(tmp_path / "run")}
+    monkeypatch.setattr(train, "train", stop)
+    with pytest.raises(RunStopped, match="memory ran out"):
+        train.main(c)
+    assert told == ["abandon"]
+    monkeypatch.setattr(train, "train", lambda run: None)
+    train.main(c)
+    assert told == ["abandon", "leave"]

@@ -196,16 +196,23 @@ def test_a_resumed_run_hands_on_what_it_had_learnt_before(tmp_path, monkeypatch,
     monkeypatch.setattr(checkpoint, "changes", lambda path, c: "")
     monkeypatch.setattr(train, "rate_change", lambda path, step, c: "")
     write_trained(tmp_path, prompt_keys(SUMS[:2]))
-    inputs = preflight.Inputs(None, None, [], [], [], [], [], SUMS[1:3], "", "", {KEY[::-1]})
+    inputs = preflight.Inputs(None, None, [], [], [], [], [], SUMS[1:3], "these", "", {KEY[::-1]})
     saved, inputs = train.resume(tmp_path, None, inputs, load_config([]))
     assert saved.step == 3
     assert inputs.trained == prompt_keys(SUMS[:2]) | {KEY[::-1]}
     said = capsys.readouterr().out
     check_words(said, "training prompts are not those", "1 of these 2", str(tmp_path), "resumed")
-    for answers, told in (("same", False), ("", False), ("other", True)):  # "": an older checkpoint
-        state = state._replace(prompts_hash="", answers_hash=answers)
+    for asked, answers, told in (
+        ("these", "same", False),
+        ("these", "other", True),
+        ("these", "", False),  # an older checkpoint
+        ("", "", False),  # a still older one
+    ):
+        state = state._replace(prompts_hash=asked, answers_hash=answers)
         train.resume(tmp_path, None, inputs._replace(answers_hash="same"), load_config([]))
-        assert ("but not their answers" in capsys.readouterr().out) == told
+        said = capsys.readouterr().out
+        assert "training prompts are not those" not in said
+        assert ("but not their answers" in said) == told
 
 
 @pytest.fixture

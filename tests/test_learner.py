@@ -27,7 +27,7 @@ from learner import (
     sampler_mismatch,
     step_counts,
 )
-from policy import Policy
+from policy import Policy, completion_mask
 from ranks import start_distributed
 
 P = 3
@@ -156,6 +156,9 @@ def test_what_infoseed_adds_to_rewards_shapes_the_target_and_not_what_is_correct
     assert shaped(targets)[2, 3] > shaped(targets)[2].mean()
     shaped_only = group_targets(group._replace(task_rewards=REWARDS + bonus), 0.2, 0.0, c)
     assert torch.equal(shaped(shaped_only), shaped(targets))
+    if objective == "maxent":  # and how much a group counts
+        spread = group_targets(group, 0.2, 0.0, c | {"maxent_group_weight": "spread"})
+        assert (spread.group_weight > 0).tolist() == spread.active.tolist() == [True] * 3
 
 
 @pytest.mark.parametrize("objective", ["maxent", "flow"])
@@ -191,7 +194,8 @@ def test_answers_are_told_apart_row_by_row(objective):
         right=torch.tensor([[True, True, False, False], [False, True, False, False]]),
         rewards=torch.zeros(2, 4),
     )
-    batch = {"sampler_logps": -torch.ones(8, 5), "lengths": torch.full((8,), 5)}
+    lengths = torch.arange(1, 9)
+    batch = {"sampler_logps": -completion_mask(lengths).float(), "lengths": lengths}
     c["xdr_mode_adaptive_tau"] = objective == "xdr"
     measured = learner.measure_groups(None, None, batch, collected, collected.rewards, c)
     if objective == "xdr":
@@ -199,6 +203,18 @@ def test_answers_are_told_apart_row_by_row(objective):
     else:
         assert measured.clusters.tolist() == [[0, 0, 1, 2], [0, 1, 0, 0]]
         assert measured.mean_logps.tolist() == [[-1.0] * 4] * 2
+
+
+def test_the_entropy_of_a_row_is_that_of_its_own_tokens_on_average(monkeypatch):
+    meet()
+    c = load_config(["--policy_entropy_bonus_coef=0.1"])
+    entropies = torch.tensor([[2.0, 1, 3], [4, 0, 0], [1, 1, 0], [0, 0, 0]])
+    monkeypatch.setattr(learner, "agree_on_plan", lambda *args: None)
+    monkeypatch.setattr(learner, "forward_rows", lambda *args, entropy: entropies)
+    collected = SimpleNamespace(prompts=[{}] * 2, rollouts=None, right=None, rewards=None)
+    batch = {"lengths": torch.tensor([3, 1, 2, 1])}
+    measured = learner.measure_groups(None, None, batch, collected, None, c)
+    assert measured.entropies.tolist() == [[2.0, 4.0], [1.0, 0.0]]
 
 
 def largest(grads: dict) -> float:
@@ -471,6 +487,7 @@ def test_a_resume_says_that_the_rate_is_another(monkeypatch):
     assert said == "the learning rate goes on at 0.5, where it would have had 0"
     assert train.rate_change("it", 4, c) == ""
     assert train.rate_change("it", 8, c) == ""
+    assert train.rate_change("it", 4, {**c, "max_steps": 4}) == ""  # no step is left
     c = {**c, "lr_scheduler_type": "of a stranger"}
     assert train.rate_change("it", 8, {**c, "max_steps": 16}) == ""
 

@@ -2,6 +2,7 @@
 evaluation that fails costs; what a run is made of, and what it takes over where it goes on."""
 
 import json
+import math
 import re
 import shutil
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from controlled import setting
 from exact_matrix import steps_in
+from test_balance import collected_by
 from transformers import AutoConfig
 
 import common
@@ -20,6 +22,7 @@ import loss
 import train
 from journal import Timer
 from prompts import answers_hash, prompts_hash
+from ranks import World
 
 
 def test_the_loop_steers_by_the_metrics_whose_targets_are_on():
@@ -59,6 +62,32 @@ def test_a_run_goes_on_with_a_new_tau_and_its_count_of_steps_that_taught_nothing
     assert status == 0, words
     assert [line["tau"] for line in steps_in(folder)] == [0.2, 0.2, 0.05, 0.05, 0.05]
     assert "warning: for 5 steps all completions of a group have had equal rewards" in words
+
+
+@pytest.mark.parametrize("ahead, skipped, limit", [(0, 0, 0.07), (1, 0, -1), (0, 1, -1)])
+def test_a_sampler_may_be_further_off_if_it_is_a_step_behind_or_the_update_was_none(
+    ahead, skipped, limit, monkeypatch
+):
+    class Measured(Exception):
+        """Ends the step where sampler and trainer are compared."""
+
+    def sampler_mismatch(batch, limit):
+        raise Measured(limit, len(batch["ids"]))
+
+    world = World(0, 1, torch.device("cpu"))
+    run = SimpleNamespace(world=world, step=0, stopping=False, timer=Timer(), reference=None)
+    run.config = common.load_config(["--max_logp_difference=0.07"]) | {"rollout_ahead": ahead}
+    run.experience = SimpleNamespace(collect=lambda step, timer: collected_by(world))
+    run.engine = SimpleNamespace(module=SimpleNamespace(lm=torch.nn.Module()))
+    run.controller_state, run.skipped_steps = {"tau": 0.1, "beta": 0.0}, skipped
+    for name in ("prove_sync", "catch_up"):
+        monkeypatch.setattr(train, name, lambda run: None)
+    monkeypatch.setattr(train, "update", lambda *args: {})
+    monkeypatch.setattr(train.learner, "gather_rows", torch.Tensor.float)
+    monkeypatch.setattr(train.learner, "sampler_mismatch", sampler_mismatch)
+    with pytest.raises(Measured) as measured:
+        train.train(run)
+    assert measured.value.args == (limit, 8)  # half of the rows have a seed
 
 
 def with_k_told() -> None:
@@ -145,9 +174,26 @@ def test_checkpoints_are_to_stop_at_the_tokens_of_the_run(stop_ids, saved, tmp_p
     engine = SimpleNamespace(module=SimpleNamespace(lm=lm))
     monkeypatch.setattr(train, "load_policy", lambda c, device: engine)
     monkeypatch.setattr(train, "load_reference", load_reference)
+    asked = []
+    monkeypatch.setattr(train.rollout, "check_class_unchanged", lambda *args: asked.append(args))
+    monkeypatch.setattr(train, "share_cores", lambda *args: asked.append(args))
+    c = common.load_config(["--model=any", f"--output_dir={tmp_path / 'run'}"])
     with pytest.raises(Loaded):
-        train.start(common.load_config(["--model=any", f"--output_dir={tmp_path / 'run'}"]))
+        train.start(c)
     assert lm.generation_config.eos_token_id == saved
+    # on the way: is the class still transformers', and how many cores has an optimizer?
+    assert [first for first, *_ in asked] == [asleep, c | {"maxent_tau": asked[0][1]["maxent_tau"]}]
+
+
+def test_a_schedule_without_a_formula_fails_before_anything_loads(monkeypatch, tmp_path):
+    for name in ("load_inputs", "dry_run"):
+        monkeypatch.setattr(train, name, lambda *args: pytest.fail("it goes on"))
+    c = common.load_config(["--model=any", f"--output_dir={tmp_path / 'run'}"])
+    for begin in (train.start, train.dry_run_main):
+        with pytest.raises(ValueError, match="no lr_scheduler_type='inverse_sqrt'"):
+            begin(c | {"lr_scheduler_type": "inverse_sqrt"})
+    monkeypatch.setenv("RANK", "1")
+    train.dry_run_main(c)  # rank 0 speaks for all
 
 
 def test_a_policy_is_padded_and_recomputed_as_the_config_says(tiny_model_dir):
@@ -179,10 +225,17 @@ def test_one_rank_alone_starts_the_eval_command(rank, monkeypatch):
     run.experience = SimpleNamespace(replay_state={})
     run.inputs = SimpleNamespace(tokenizer=None, prompts_hash="", answers_hash="", trained=set())
     run.world = SimpleNamespace(rank=rank)
-    run.controller_state = run.engine = run.hub = None
+    run.controller_state = run.engine = None
+    pushed = []
+    hub = SimpleNamespace(push=lambda path, last: pushed.append(last))
+    run.hub = hub if rank == 0 else None
     run.say = lambda sentence: None
     train.save_now(run)
+    train.save_now(run)  # it is saved already
     assert started == ([("ls {checkpoint}", "step_000004")] if rank == 0 else [])
+    run.step = 9
+    train.save_now(run)
+    assert pushed == ([False, True] if rank == 0 else [])
 
 
 def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
@@ -217,7 +270,7 @@ def test_a_start_looks_whether_the_checkpoint_is_of_its_model(
         "hash of the training answers": "y",
         "hash of the evaluation answers": answers_hash([{"answer": "2"}]),
     }
-    assert told == [c | {"maxent_tau": told[0]["maxent_tau"]} | hashes]
+    assert told == [c | {"maxent_tau": 1 / math.log(101)} | hashes]
 
 
 @pytest.mark.parametrize("stopping", [False, True])
@@ -227,8 +280,11 @@ def test_a_run_that_a_signal_stopped_leaves_the_file_that_the_batch_script_looks
     monkeypatch.setattr(train.evaluate, "report", lambda folder: None)
     monkeypatch.setattr(train, "leave_together", lambda sampler: None)
     run = SimpleNamespace(config=common.load_config(["--max_steps=9"]), step=3, stopping=stopping)
-    vars(run).update(folder=tmp_path, say=print, sampler=None, hub=None)
+    waited = []
+    hub = SimpleNamespace(finish=lambda: waited.append("for the last upload"))
+    vars(run).update(folder=tmp_path, say=print, sampler=None, hub=hub)
     run.log = SimpleNamespace(close=lambda: None)
     train.finish(run)
+    assert bool(waited) != stopping  # it may soon be killed
     assert (tmp_path / "stop").exists() == stopping
     assert not (tmp_path / "done").exists()

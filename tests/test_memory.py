@@ -189,6 +189,18 @@ def test_an_optimizer_on_the_cpu_gets_its_ranks_share_of_the_cores(monkeypatch):
     assert given == [4]
 
 
+def test_an_offloaded_optimizer_is_in_main_memory_and_so_deepspeed_is_told():
+    for offloads in (True, False):
+        c = load_config([f"--offload_optimizer={offloads}", "--zero_stage=1", "--dtype=float32"])
+        told = train.deepspeed_config(c)["zero_optimization"].get("offload_optimizer")
+        assert told == ({"device": "cpu"} if offloads else None)
+        counts = ParameterCounts(1000, 1000)
+        table = memory_estimate(c, LlamaConfig(num_hidden_layers=2), counts, 1)
+        # two moments, and ZeRO's own copy of the weights
+        sizes = {what: size for what, size in table.items() if what.startswith("optimizer")}
+        assert sizes == {f"optimizer{preflight.IN_CPU_MEMORY if offloads else ''}": 12000}
+
+
 def test_ranks_of_a_machine_share_its_memory(monkeypatch):
     monkeypatch.setattr(common, "memory_limits", lambda *args: [6000])
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

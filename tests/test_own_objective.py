@@ -138,7 +138,7 @@ def test_a_branch_that_needs_more_than_rewards_and_lengths_is_not_judged(config,
 )
 def test_a_ratio_or_a_sum_without_a_branch_is_one_sentence_before_the_run(config, objective, words):
     with pytest.raises(UserError, match=words):
-        preflight.try_loss(config(objective))
+        preflight.load_inputs(config(objective), 1)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from packed_rows import MIXED, batch_of, both, model
 
 import packing
 import policy
+import sft
 from common import UserError, load_config
 from policy import Policy
 from preflight import load_inputs
@@ -146,6 +147,8 @@ def test_a_run_with_such_a_window_is_refused_before_weights_load(tiny_model_dir,
     with pytest.raises(UserError, match=r"sliding_window=16 and rows may have"):
         load_inputs(load_config(flags), 1)
     load_inputs(load_config([*flags, "--pack_sequences=False"]), 1)
+    with pytest.raises(UserError, match=r"sliding_window=16 and rows may have"):
+        sft.load_model(load_config(flags))  # of a warm start
 
 
 def test_a_packed_model_can_not_be_called_by_itself_and_can_again_once_it_is_set_back():

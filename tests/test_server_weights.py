@@ -25,7 +25,7 @@ from stand_ins import usual
 from transformers import AutoModelForCausalLM
 
 import rollout
-from common import RolloutsLost, RunStopped
+from common import RolloutsLost, RunStopped, UserError
 from policy import named_weights
 from server import disk, nccl
 
@@ -112,6 +112,8 @@ def test_a_script_that_does_not_train_gives_the_servers_its_model(
     c = CONFIG | {"model": str(tiny_model_dir), "dtype": "float32", "rollout_engine": "server"}
     c |= {"rollout_server": server.url, "output_dir": str(tmp_path / "run")}
     monkeypatch.setattr(rollout, "dist", world)
+    with pytest.raises(UserError, match="weight_sync='/proc/weights' can't be written"):
+        rollout.start_sampler(c | {"weight_sync": "/proc/weights"}, torch.device("cpu"))
     sampler = rollout.start_sampler(c, torch.device("cpu"))
     for name, weight in named_weights(lm, 0):
         assert torch.equal(seen[name], weight), name

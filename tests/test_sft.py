@@ -1,5 +1,6 @@
 """What a warm start learns from."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ from row_files import check_words, refusal
 from tokenizers.processors import TemplateProcessing
 
 import sft
+from checks import FLAGS
 from common import load_config
 from preflight import load_model_files
 from ranks import World
@@ -198,3 +200,25 @@ def test_the_tiny_tokenizer_has_a_token_per_character_and_survives_saving(tiny_m
         assert ids[:96] == list(range(5, 101))
     assert loaded.chat_template == TOKENIZER.chat_template
     assert loaded.eos_token_id == TOKENIZER.eos_token_id == 0
+
+
+@pytest.mark.parametrize(
+    "settings, flags, words",
+    [
+        ({}, {"steps": 0}, "--steps=0 and --learning_rate=1e-05 must be above 0"),
+        ({}, {"learning_rate": math.nan}, "--learning_rate=nan must be above 0"),
+        ({}, {"batch_size": 0}, "--batch_size=0 must be at least the number of ranks, 1"),
+        ({"chat_template": "{{ 1 }}"}, {}, "model='tiny' brings its own chat template"),
+        ({"output_dir": ""}, {}, "is not empty, and sft.py never replaces a folder"),
+    ],
+)
+def test_a_warm_start_that_can_not_be_is_refused_before_a_model_is_made(
+    settings, flags, words, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(sft, "load_model", lambda c: pytest.fail("it goes on"))
+    (tmp_path / "a_file").write_text("of somebody")
+    c = load_config(["--model=tiny", f"--output_dir={tmp_path / 'new'}"])
+    if "output_dir" in settings:
+        settings = {"output_dir": str(tmp_path)}
+    assert words in refusal(sft.main, c | settings, FLAGS["sft"] | flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["a_file"]

@@ -1,6 +1,7 @@
 """The proof that a sync works, at the start of every run: changed weights go to the sampler and
 come back, and the policy is to the bit what it was."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -95,7 +96,9 @@ def weights_of(run) -> dict:
     ],
 )
 def test_a_run_begins_with_a_proof_that_leaves_everything_as_it_was(stage, dtype, lively, device):
-    run = run_of(config(lively, f"--zero_stage={stage}", f"--dtype={dtype}"), device)
+    # at another temperature than that of the trial, which is 1
+    flags = [f"--zero_stage={stage}", f"--dtype={dtype}", "--temperature=0.5"]
+    run = run_of(config(lively, *flags), device)
     before = weights_of(run)
     train.prove_sync(run)
     after = weights_of(run)
@@ -135,6 +138,12 @@ def test_weights_that_do_not_arrive_stop_a_run_before_its_first_step(lost, livel
     run.sampler.drops = lambda name: any(word in name for word in words)
     with pytest.raises(RunStopped, match="do not arrive in the rollout engine: for a trial"):
         train.prove_sync(run)
+
+
+def test_distances_that_are_no_numbers_prove_nothing(lively, device, monkeypatch):
+    monkeypatch.setattr(train.learner, "sampler_distance", lambda *args: math.nan)
+    with pytest.raises(RunStopped, match="do not arrive in the rollout engine: for a trial"):
+        train.prove_sync(run_of(config(lively), device))
 
 
 def test_minus_1_skips_the_proof(lively, device):
