@@ -1251,6 +1251,8 @@ RESAMPLE = (
     "good"
 )
 REWARD = "a reward is a Python function, --reward_funcs=module:function (docs/rewards.md)"
+REFERENCE = "the reference stays the model that the run began with (docs/objectives.md)"
+CRITIC = "there is no critic, and a row's tokens share its advantage (docs/objectives.md: Your own)"
 LIGER = "logits are never kept for a whole batch: policy.py computes log-probs piece by piece"
 # Key whose value no key of ours could take -> a sentence about what there is instead
 NO_KEYS = {
@@ -1356,7 +1358,13 @@ NO_KEYS = {
     "top_k": WHOLE,
     "min_p": WHOLE,
     "vllm_mode": '--rollout_engine="vllm" runs in this process, "server" talks to others',
-    "sync_ref_model": "the reference stays the model that the run began with",
+    "sync_ref_model": REFERENCE,
+    "ref_model_sync_steps": REFERENCE,
+    "ref_model_mixup_alpha": REFERENCE,
+    "gamma": CRITIC,
+    "lam": CRITIC,
+    "algorithm.gamma": CRITIC,
+    "algorithm.lam": CRITIC,
     "mask_truncated_completions": "completions that were cut off count like others; the reward "
     "soft_overlong makes long ones worth less",
     "ppo_mini_batch_size": "--num_iterations updates are made on the whole batch",
@@ -1366,7 +1374,7 @@ NO_KEYS = {
     "actor_rollout_ref.actor.use_kl_loss": KL,
     "actor_rollout_ref.actor.kl_loss_coef": KL,
     "actor_rollout_ref.actor.entropy_coeff": BONUS,
-    "algorithm.adv_estimator": AGGREGATION,
+    "algorithm.adv_estimator": f"{AGGREGATION}; rloo is an objective of your own (README.md)",
     "algorithm.norm_adv_by_std_in_grpo": "--scale_rewards=group divides by the standard deviation "
     "of the group, none by nothing",
     "algorithm.use_kl_in_reward": KL,

@@ -424,13 +424,18 @@ def mode_entropy_loss(seq_logps: Tensor, rewards: Tensor, norm: float) -> Tensor
 # --- losses that are sums over tokens
 
 
+def in_columns(advantages: Tensor) -> Tensor:
+    """Advantages of rows (n,) as (n, 1); those of tokens (n, T) as they are."""
+    return advantages if advantages.dim() == 2 else advantages[:, None]
+
+
 def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0
 ):
     """PPO's min(c * A, clip(c, 1-low, 1+high) * A), (n, T), with c = exp(log_ratio), and the masks
     of what is clipped below (A < 0) and above (A > 0). delta > 0 caps c in the unclipped branch
-    (two-sided clip). log_ratio (n, T), or (n, 1) for gspo; advantages (n,)."""
-    A = advantages[:, None]  # (n, 1)
+    (two-sided clip). log_ratio (n, T), or (n, 1) for gspo; advantages (n,), or (n, T) of tokens."""
+    A = in_columns(advantages)  # (n, 1) or (n, T)
     # clamped: an infinite ratio would give NaN for clipped tokens and for A = 0
     ratio = log_ratio.clamp(max=20).exp()  # (n, T) or (n, 1)
     unclipped = ratio.clamp(max=delta) if delta > 0 else ratio
@@ -443,9 +448,9 @@ def clipped_surrogate(
 
 def cispo_surrogate(logps: Tensor, log_ratio: Tensor, advantages: Tensor, cap: float):
     """min(c, cap) * A * logp per token, (n, T), with the ratio c = exp(log_ratio) detached, so
-    that capped tokens keep their gradient. Nothing is clipped below. Returns what
+    that capped tokens keep their gradient. Nothing is clipped below. Takes and returns what
     clipped_surrogate does."""
-    A = advantages[:, None]  # (n, 1)
+    A = in_columns(advantages)  # (n, 1) or (n, T)
     # clamped: an infinite ratio would give NaN for A = 0
     ratio = log_ratio.detach().clamp(max=20).exp()  # (n, T)
     gain = ratio.clamp(max=cap) * A * logps

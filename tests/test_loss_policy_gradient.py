@@ -136,6 +136,15 @@ def test_cispo_keeps_the_gradient_of_tokens_above_its_cap_where_ppo_has_none():
     assert one_token(ppo, 2.0, A=1.5) == (0.0, False, True)
 
 
+@pytest.mark.parametrize("f", [ppo, cispo])
+def test_a_token_may_have_an_advantage_of_its_own(f):
+    logps, log_ratio = randn(2, 3), randn(2, 3, seed=1)
+    A = randn(2, 3, seed=2)
+    of_rows = [f(logps, log_ratio, A[:, t]) for t in range(3)]  # tokens do not see each other
+    for i, of_tokens in enumerate(f(logps, log_ratio, A)):
+        close(of_tokens, torch.stack([row[i][:, t] for t, row in enumerate(of_rows)], 1))
+
+
 def test_cispo_has_no_lower_clip():
     assert one_token(cispo, -4.0, A=-1.5) == (pytest.approx(-1.5 * math.exp(-4)), False, False)
     assert one_token(ppo, -4.0, A=-1.5) == (0.0, True, False)
