@@ -200,7 +200,7 @@ def start_distributed(silence: int = SILENCE) -> World:
         # too and even one for CPUs, would then split NCCL's communicator at once: all ranks have to
         # come, and those outside of the group wait with Python locked, without a heartbeat
         dist.init_process_group(backend, timeout=DEADLINE)
-    deepspeed.init_distributed(dist_backend=backend, timeout=DEADLINE, verbose=False)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)  # takes torch's group
     del store
     if dist.get_world_size() > 1 and not hearts:
         hearts.append(Heartbeat(connect_ranks(), silence))

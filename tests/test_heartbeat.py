@@ -19,6 +19,29 @@ from deadlines import PATIENCE
 import ranks
 from common import RunStopped
 
+# --- the meeting
+
+
+def test_torch_makes_the_process_group_before_deepspeed_can_bind_it_to_a_gpu(monkeypatch):
+    """DeepSpeed would pass device_id, with which every new group is a split by all ranks; that
+    needs two GPUs to see, so what torch is told stands in for it."""
+    calls = []
+    group = SimpleNamespace(
+        is_initialized=lambda: bool(calls),
+        init_process_group=lambda *args, **named: calls.append((args, named)),
+        get_rank=lambda: 0,
+        get_world_size=lambda: 1,
+    )
+    monkeypatch.setattr(ranks, "dist", group)
+    monkeypatch.setattr(ranks.deepspeed, "init_distributed", lambda **_: calls.append("deepspeed"))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "0")
+    monkeypatch.setattr(ranks, "check_environment", lambda: None)
+    monkeypatch.setattr(ranks, "under_torchrun", lambda: True)
+    ranks.start_distributed()
+    assert calls == [(("gloo",), {"timeout": ranks.DEADLINE}), "deepspeed"]
+
+
 # --- the rules, beat by beat
 
 
