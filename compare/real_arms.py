@@ -20,3 +20,25 @@ maxent_cosine = {"objective": "maxent", "lr_scheduler_type": "cosine"}
 unlikeliness = {"objective": "dr_grpo", "unlikeliness_coef": 0.25}
 token_entropy = {"objective": "token_entropy", "token_entropy_coef": 0.03}
 mode_entropy = {"objective": "dr_grpo", "mode_entropy_coef": 0.3}
+# among right answers the target is the reference to the power beta / (tau + beta): .89, or .56
+floored_reference = {
+    "objective": "maxent",
+    "maxent_loss": "floored",
+    "maxent_tau": 0.01,
+    "beta": 0.08,
+    "maxent_skip_equal_groups": "wrong",
+}
+floored_reference_half = {
+    "objective": "maxent",
+    "maxent_loss": "floored",
+    "maxent_tau": 0.04,
+    "beta": 0.05,
+    "maxent_skip_equal_groups": "wrong",
+}
+# groups whose answers are all right teach nothing
+floored_reference_skipping = {
+    "objective": "maxent",
+    "maxent_loss": "floored",
+    "maxent_tau": 0.01,
+    "beta": 0.08,
+}

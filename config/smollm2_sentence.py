@@ -4,7 +4,8 @@
 #   OMP_NUM_THREADS=2 python -m compare config/smollm2_sentence.py --arms=compare/demo_arms.py \
 #     --seeds=3 --eval_seeds=1 --ranks=1
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_sentence.py
-# --max_steps=48 --maxent_loss=floored gives more right sentences, and more different ones
+# --max_steps=48 --maxent_loss=floored gives more right sentences, and more different ones. For
+# more than 96 steps add --maxent_tau=0.01 --beta=0.08 --maxent_skip_equal_groups=wrong: no nonsense
 model = "runs/smollm2"
 output_dir = "runs/smollm2_sentence"
 dataset = {"name": "sentence"}
