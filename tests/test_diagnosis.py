@@ -1,6 +1,7 @@
 """What a run says in its first steps if it does not learn: which warning, when, how often; and that
 a healthy run gets none."""
 
+import math
 from types import SimpleNamespace
 
 import in_child
@@ -11,11 +12,19 @@ import checks
 import common
 import experience
 import preflight
-from experience import CUT_SHARE, CUT_STEPS, EQUAL_STEPS, FLAT_STEPS, Symptoms
+from experience import (
+    CUT_SHARE,
+    CUT_STEPS,
+    ENTROPY_STEPS,
+    EQUAL_STEPS,
+    FLAT_STEPS,
+    Symptoms,
+)
 
 WRONG = torch.zeros(3, 4)  # (P, G)
 ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
 HEALTHY = {"clipped_ratio": 0.1, "jaccard": 0.6, "distinct_2": 0.7}
+SPAN = ENTROPY_STEPS
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +41,7 @@ class Watched:
         self.step = 0
         self.tau = tau
         self.beta = beta
+        self.entropy = 1.0
         self.said = []
 
     def take_steps(self, rewards, count: int = 1, all_right: bool = False, **shown) -> None:
@@ -39,6 +49,7 @@ class Watched:
         their last word."""
         self.config["num_generations"] = rewards.shape[1] - self.config["info_seed_num_seeds"]
         metrics = {f"completions/{name}": value for name, value in (HEALTHY | shown).items()}
+        metrics["entropy"] = self.entropy
         right = torch.full(rewards.shape, all_right)
         collected = SimpleNamespace(rewards=rewards, right=right)
         for _ in range(count):
@@ -229,3 +240,53 @@ def test_fewer_prompts_than_a_step_takes_are_warned_about(sizes, warned, capsys)
     said = capsys.readouterr().out
     assert ("dataset has 3 prompt(s), fewer than prompts_per_step=4" in said) == warned
     assert bool(said) == warned
+
+
+# --- an entropy that rises
+
+
+def entropies(run: Watched, *values: float) -> list[str]:
+    """What a run says over SPAN steps with each of these entropies."""
+    for run.entropy in values:
+        run.take_steps(ONE_RIGHT, SPAN)
+    return run.said
+
+
+@pytest.mark.parametrize(
+    "values, told",
+    [
+        ((3.0, 1.0, 0.3, 0.05), False),  # as most runs: it falls
+        ((1.0, 1.9, 1.0, 1.9), False),  # less than twice the lowest
+        ((0.1, 0.59), False),  # little, though many times as much
+        ((0.1, 0.61), True),
+        ((1.0, 2.01), True),
+        ((3.0, 1.0, 2.01), True),  # the lowest counts, not the first
+        ((1.0, 1.5, 2.01, 4.0, 8.0), True),
+        ((math.nan, 1.0, 2.01), True),
+        ((1.0, math.nan), False),
+    ],
+)
+def test_an_entropy_far_above_its_lowest_is_told_once(values, told):
+    said = entropies(Watched("--objective=dr_grpo"), *values)
+    assert len(said) == told
+    assert all("the entropy has risen to" in line and "coming apart" in line for line in said)
+
+
+def test_one_high_step_is_no_rise_and_the_first_ones_have_no_lowest():
+    run = Watched("--objective=dr_grpo")
+    run.entropy = 0.1
+    run.take_steps(ONE_RIGHT, SPAN // 2)
+    assert not entropies(run, 1.0)  # no mean before that of 0.1 and 1.0
+    run = Watched("--objective=dr_grpo")
+    assert not entropies(run, 1.0)
+    run.entropy = 9.0
+    run.take_steps(ONE_RIGHT)
+    assert not entropies(run, 1.0)
+
+
+def test_the_rise_is_told_in_figures_with_what_the_objective_can_do():
+    (said,) = entropies(Watched("--objective=maxent", "--maxent_tau=0.1"), 1.25, 3.75)
+    assert "risen to 2.5 nats a token, from 1.25 (means of 16 steps)" in said
+    assert "lower learning_rate=1e-06, maxent_tau=0.1 or both, or use a reference (beta)" in said
+    (said,) = entropies(Watched("--objective=dr_grpo"), 1.25, 3.75)
+    assert "reference" not in said
