@@ -368,6 +368,22 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
 # --- why a run may not learn
 
 
+def against_rising_entropy(c: dict) -> str:
+    """What to change where the entropy rises: whatever raises it, and the step itself."""
+    objective = OBJECTIVES[c["objective"]]
+    raises = {
+        "token_entropy_coef": objective.term == "token_entropy",
+        "policy_entropy_bonus_coef": c["policy_entropy_bonus_coef"] > 0,
+        "mode_entropy_coef": c["mode_entropy_coef"] > 0,
+        "maxent_tau": objective.group_loss != "",
+        "learning_rate": True,
+    }
+    cure = "lower " + " or ".join(f"{key}={c[key]}" for key in raises if raises[key])
+    if objective.group_loss == "weights" and c["beta"] == 0:
+        cure += ", or use a reference (beta)"  # right rows are then weighted by it, not all alike
+    return cure
+
+
 class Symptoms:
     """Looks for what would explain that a run does not learn. Counts over the steps of this launch;
     only equal_steps is saved in checkpoints and goes on at a resume."""
@@ -505,12 +521,9 @@ class Symptoms:
         if not mean >= max(ENTROPY_RISE * lowest, ENTROPY_NATS + lowest):
             return ""
         self.told_of_entropy = True
-        cure = f"lower learning_rate={c['learning_rate']}"
-        if OBJECTIVES[c["objective"]].group_loss == "weights":
-            cure += f", maxent_tau={c['maxent_tau']} or both, or use a reference (beta)"
         return (
             f"the entropy has risen to {mean:.3g} nats a token, from {lowest:.3g} (means of "
             f"{ENTROPY_STEPS} steps): completions are probably coming apart, whatever their "
             f"rewards say; read a few with --log_rollouts_steps=1, go back to a checkpoint from "
-            f"before, and {cure}"
+            f"before, and {against_rising_entropy(c)}"
         )
