@@ -101,6 +101,7 @@ def task_rows(source: dict, seed: int) -> list[dict]:
     for i, row in enumerate(made):
         check_task_row(row, f"{file}, row {i}")
         row["id"] = id_of(row, i)
+        row["answer"] = task_answer(row, source)
     for column in source["more"]:
         if all(column not in row for row in made):
             raise UserError(
@@ -109,6 +110,21 @@ def task_rows(source: dict, seed: int) -> list[dict]:
             )
     make_ids_unique(made, name)
     return made
+
+
+def task_answer(row: dict, source: dict):
+    """The column of a task's row that `source` names as the answer. UserError if there is none."""
+    column = source["answer"]
+    if column == "answer":
+        return row["answer"]
+    answer = column_of(row, column)
+    if answer is None:
+        columns = [*row, *inner_columns(row, column)]
+        raise UserError(
+            f"dataset {source['name']!r}: row {row['id']!r} has no answer in the column {column!r} "
+            f"(dataset.answer); its columns are {', '.join(columns)}"
+        )
+    return answer
 
 
 def describe_error(error: Exception, file: str) -> str:

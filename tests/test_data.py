@@ -239,12 +239,26 @@ def test_tasks_name_a_variant_or_split_they_do_not_have():
     assert "'validation'" in refusal(load, "countdown", config="tiny", split="validation")
 
 
-def test_task_rows_bring_their_own_prompt_and_answer_whatever_the_columns():
-    rows = load("countdown", config="tiny", split="test", prompt="problem", answer="gold")
+def test_task_rows_bring_their_own_prompt_whatever_its_column():
+    """A config for a dataset names the column; --dataset.name=countdown alone leaves that name."""
+    rows = load("countdown", config="tiny", split="test", prompt="problem")
     assert len(rows) == 256
     for row in rows:
         assert row["task"] == "countdown"
         assert row["prompt"] and row["answer"]
+
+
+def test_a_column_of_a_tasks_rows_may_be_the_answer():
+    """So that last_number can score Reasoning Gym's rows, whose answers its own graders read."""
+    own = load("reasoning_gym", config="gcd", split="test")
+    rows = load("reasoning_gym", config="gcd", split="test", answer="answer.entry.answer")
+    assert [row["answer"] for row in rows] == [row["answer"]["entry"]["answer"] for row in own]
+    assert all(row["answer"].isdecimal() for row in rows)
+
+
+def test_a_column_that_a_tasks_rows_do_not_have_is_no_answer():
+    message = refusal(load, "countdown", config="tiny", answer="gold")
+    check_words(message, "has no answer in the column 'gold' (dataset.answer); its columns are id,")
 
 
 # --- several sources
