@@ -414,8 +414,11 @@ def less_memory(phase: str, c: dict) -> str:
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
     if phase == "sync" and own_vllm:  # a sync wakes vLLM, which allocates its cache again
-        share = entries(c, "vllm_options")["gpu_memory_utilization"]
-        return f"lower vllm_options.gpu_memory_utilization={share}"
+        options = entries(c, "vllm_options")
+        # a size that is given counts alone: vLLM then looks at no share
+        given = options["kv_cache_memory_bytes"]
+        key = "kv_cache_memory_bytes" if given else "gpu_memory_utilization"
+        return f"lower vllm_options.{key}={options[key]}"
     budget = c["max_tokens_per_micro_batch"]
     cure = f"lower max_tokens_per_micro_batch={budget}"
     if budget <= max_sequence_length(c):  # a micro-batch holds at least one row

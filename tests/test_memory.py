@@ -234,6 +234,12 @@ def in_vllms_allocator():
         ("rollout", (), "lower num_generations=8 or max_completion_length=512, and"),
         ("evaluate", (), "lower eval_num_generations=8 or max_completion_length=512, and"),
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
+        # if a size is given, vLLM takes that and no share
+        (
+            "sync",
+            ("--vllm_options.kv_cache_memory_bytes=9000",),
+            "lower vllm_options.kv_cache_memory_bytes=9000, and",
+        ),
     ],
 )
 def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
