@@ -144,9 +144,11 @@ def connection_lost(error: Exception) -> str:
     """What to say of an error that lost_a_rank() knows."""
     text = str(error)
     if any(kind in text for kind in NCCL_FAULTS):
-        # whole: the cause stands in its last line, such as a /dev/shm that is full, as in a
-        # container with Docker's 64 MB
-        return f"NCCL, by which the ranks talk to each other, has failed: {in_one_line(text, 800)}"
+        # Docker gives a container 64 MB of it
+        cure = "; give the container more: docker run --ipc=host" if "/dev/shm" in text else ""
+        # whole, because the cause stands in the last line
+        said = in_one_line(text, 800)
+        return f"NCCL, by which the ranks talk to each other, has failed: {said}{cure}"
     first = text.splitlines()[0]
     return f"another rank has died or left (its own message is above or below): {first}"
 

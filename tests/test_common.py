@@ -61,13 +61,18 @@ SHM_FULL = "Error while creating shared memory segment /dev/shm/nccl-x (size 963
     [
         (
             NCCL_ERROR.format("unhandled system error", "ncclSystemError: a call failed", SHM_FULL),
-            f"NCCL, by which the ranks talk to each other, has failed: .* {re.escape(SHM_FULL)}",
+            f"NCCL, by which .*, has failed: .* {re.escape(SHM_FULL)}; .* --ipc=host",
             "another rank",
         ),
         (
             NCCL_ERROR.format("remote process exited", "ncclRemoteError: a call failed", "refused"),
             "another rank has died or left .* remote process exited, NCCL version",
             "refused",
+        ),
+        (
+            NCCL_ERROR.format("invalid usage", "ncclInvalidUsage: a call failed", "Duplicate GPU"),
+            "NCCL, .* has failed: .* Duplicate GPU",
+            "--ipc",
         ),
         ("[gloo/pair.cc:553] Connection closed by peer\nx", "another rank has died", "has failed"),
     ],
