@@ -155,7 +155,11 @@ def connection_lost(error: Exception) -> str:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether torch or vLLM raised this because the GPU or the machine has run out of memory."""
-    words = ("out of memory", "can't allocate memory")  # CUDA and vLLM; torch's CPU allocator
+    words = (
+        "out of memory",  # CUDA and vLLM
+        "CUBLAS_STATUS_ALLOC_FAILED",  # a GPU's libraries, which allocate beside torch
+        "can't allocate memory",  # torch's CPU allocator
+    )
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 

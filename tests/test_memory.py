@@ -257,6 +257,15 @@ def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
     assert "memory" in sentence.rpartition(";")[2]  # the library's own words
 
 
+def test_memory_that_a_gpus_library_lacks_is_known_by_its_status():
+    """With vLLM's cache beside it, a GPU may have none left when a rank first needs cuBLAS."""
+    with pytest.raises(RunStopped, match=r"^memory ran out .*: lower max_tokens_per_micro"):
+        with train.enough_memory("learn", config()):
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            )
+
+
 def test_a_sync_without_a_gpu_names_no_key_of_one():
     with pytest.raises(RunStopped, match="lower max_tokens_per_micro_batch=64"):
         with train.enough_memory("sync", config("--max_tokens_per_micro_batch=64")):
