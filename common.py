@@ -58,6 +58,15 @@ LONGEST_ERROR = 2000
 # read-only because it failed; a file server that was started again
 DISK_ERRORS = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE
 
+# how torch names NCCL's errors that are this rank's own. ncclRemoteError is another's end
+NCCL_FAULTS = (
+    "ncclUnhandledCudaError",
+    "ncclSystemError",
+    "ncclInternalError",
+    "ncclInvalidArgument",
+    "ncclInvalidUsage",
+)
+
 
 class UserError(ValueError):
     """Something the user can put right. Scripts print it as one sentence and exit with status 2."""
@@ -125,14 +134,32 @@ def die(sentence: str, status: int) -> None:
 
 
 def lost_a_rank(error: Exception) -> bool:
-    """Whether this is an error that torch.distributed raises when another rank is gone."""
+    """Whether this is an error that torch.distributed raises when another rank is gone. NCCL's
+    errors are alike, whatever their cause: see connection_lost()."""
     words = ("gloo", "NCCL", "Connection closed by peer")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
+def connection_lost(error: Exception) -> str:
+    """What to say of an error that lost_a_rank() knows."""
+    text = str(error)
+    if any(kind in text for kind in NCCL_FAULTS):
+        # Docker gives a container 64 MB of it
+        cure = "; give the container more: docker run --ipc=host" if "/dev/shm" in text else ""
+        # whole, because the cause stands in the last line
+        said = in_one_line(text, 800)
+        return f"NCCL, by which the ranks talk to each other, has failed: {said}{cure}"
+    first = text.splitlines()[0]
+    return f"another rank has died or left (its own message is above or below): {first}"
+
+
 def out_of_memory(error: Exception) -> bool:
     """Whether torch or vLLM raised this because the GPU or the machine has run out of memory."""
-    words = ("out of memory", "can't allocate memory")  # CUDA and vLLM; torch's CPU allocator
+    words = (
+        "out of memory",  # CUDA and vLLM
+        "CUBLAS_STATUS_ALLOC_FAILED",  # a GPU's libraries, which allocate beside torch
+        "can't allocate memory",  # torch's CPU allocator
+    )
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
 
 
@@ -250,11 +277,7 @@ def script(work, *arguments):
             )
         if not lost_a_rank(error):
             raise
-        die(
-            "another rank has died or left (its own message is above or below): "
-            f"{str(error).splitlines()[0]}",
-            1,
-        )
+        die(connection_lost(error), 1)
 
 
 # --- config

@@ -106,6 +106,10 @@ LIBRARIES = int(0.85 * GIB)
 CUDA_LIBRARIES = 2 * GIB
 IN_CPU_MEMORY = " (in CPU memory)"
 BUCKET = 500_000_000  # DeepSpeed's default reduce_bucket_size, in values
+# Most values of gathered weights that ZeRO 3 leaves on a rank: DeepSpeed's defaults of
+# stage3_max_live_parameters and stage3_max_reuse_distance. A smaller model stays there whole from
+# the forward to the backward.
+LIVE = 1_000_000_000
 # largest share of a rank's memory that an estimate may fill, because estimates leave things out
 MEMORY_SHARE = 0.8
 SAMPLE = 4096  # values read from every tensor: enough to notice weights that are all NaN
@@ -954,6 +958,7 @@ def memory_estimate(c: dict, model_config, parameters, ranks: int) -> dict:
     table = {
         "libraries": CUDA_LIBRARIES if torch.cuda.is_available() else LIBRARIES,
         "weights": weights / share(3),
+        "weights gathered from other ranks": gathered_bytes(c, parameters, itemsize, ranks),
         "gradients": parameters.trained * itemsize / share(2),
         "gradients under way between ranks": bucket_bytes(c, parameters, itemsize, ranks),
         "optimizer" + place: optimizer / share(1),
@@ -972,6 +977,13 @@ def bucket_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
     if c["zero_stage"] > 0 or ranks > 1:
         return min(parameters.trained, BUCKET) * itemsize
     return 0
+
+
+def gathered_bytes(c: dict, parameters, itemsize: int, ranks: int) -> int:
+    """Bytes of whole weights that ZeRO 3 holds on a rank besides its own part of all weights."""
+    if c["zero_stage"] < 3 or ranks == 1:
+        return 0
+    return min(parameters.all, LIVE) * itemsize
 
 
 def head_bytes(model_config, tokens: int, trains: bool) -> int:

@@ -48,7 +48,9 @@ from common import (
     check_tensor_parallel,
     check_writable,
     did_you_mean,
+    from_launcher,
     in_one_line,
+    launched_rank,
     launched_ranks,
     rank_memory,
     say_on_rank_0,
@@ -407,6 +409,20 @@ def use_nccl_all_reduce(options: dict, on_gpu: bool) -> None:
         options.setdefault("disable_custom_all_reduce", True)
 
 
+def own_cache(environment) -> None:
+    """On the second and later nodes of a run, gives vLLM another folder for what it compiles, by
+    the number of ranks on a node. vLLM files compiled code by the rank alone, and such code names
+    its GPU by number: rank 4 has GPU 4 on one node with eight ranks, and GPU 0 on the second of two
+    nodes with four, where the code of the other run would fail. `environment` is os.environ."""
+    if launched_rank() == from_launcher("LOCAL_RANK", 0):
+        return
+    home = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    usual = environment.get("VLLM_CACHE_ROOT") or os.path.join(home, "vllm")
+    name = f"nodes-of-{from_launcher('LOCAL_WORLD_SIZE', 1)}"
+    if os.path.basename(usual) != name:  # else this was done before
+        environment["VLLM_CACHE_ROOT"] = os.path.join(usual, name)
+
+
 def import_vllm():
     """The vllm module; UserError if it can't be imported."""
     # vLLM reads these settings only from the environment. Its worker must share our memory and our
@@ -418,6 +434,7 @@ def import_vllm():
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     # FlashInfer's sampler takes no requests with a seed, and all of ours have one: don't load it
     os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    own_cache(os.environ)
     try:
         import vllm
     except ImportError as error:

@@ -209,8 +209,16 @@ def load_policy(c: dict, device):
     policy = load_lm(c, trains=True, device=device)
     trained = [p for p in policy.parameters() if p.requires_grad]  # with lora_rank: adapters only
     optimizer = make_optimizer(trained, c)
-    engine, *_ = deepspeed.initialize(model=policy, optimizer=optimizer, config=deepspeed_config(c))
+    engine = start_deepspeed(policy, deepspeed_config(c), optimizer)
     skip_by_norm(engine.optimizer, c)
+    return engine
+
+
+def start_deepspeed(model, settings: dict, optimizer=None):
+    """DeepSpeed's engine around a model, once all ranks have loaded theirs: its first collective
+    waits ten minutes on GPUs, and the disk of one node may be slower than that of another."""
+    dist.barrier()  # waits common.DEADLINE
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
     return engine
 
 
@@ -239,7 +247,7 @@ def load_reference(c: dict, engine, device):
         "bf16": {"enabled": dtype_of(c) == torch.bfloat16},
         "zero_optimization": {"stage": 3},
     }
-    reference_engine, *_ = deepspeed.initialize(model=reference, config=sharded)
+    reference_engine = start_deepspeed(reference, sharded)
     reference_engine.eval()
     return reference_engine
 
@@ -406,8 +414,11 @@ def less_memory(phase: str, c: dict) -> str:
         return f"{cure}, or HF_TOKENS in rollout.py" if c["rollout_engine"] == "hf" else cure
     own_vllm = c["rollout_engine"] == "vllm" and torch.cuda.is_available()
     if phase == "sync" and own_vllm:  # a sync wakes vLLM, which allocates its cache again
-        share = entries(c, "vllm_options")["gpu_memory_utilization"]
-        return f"lower vllm_options.gpu_memory_utilization={share}"
+        options = entries(c, "vllm_options")
+        # a size that is given counts alone: vLLM then looks at no share
+        given = options["kv_cache_memory_bytes"]
+        key = "kv_cache_memory_bytes" if given else "gpu_memory_utilization"
+        return f"lower vllm_options.{key}={options[key]}"
     budget = c["max_tokens_per_micro_batch"]
     cure = f"lower max_tokens_per_micro_batch={budget}"
     if budget <= max_sequence_length(c):  # a micro-batch holds at least one row

@@ -2,12 +2,14 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import tempfile
 
 import child
 import pytest
+import torch
 from deadlines import PATIENCE
 from exact_matrix import ROOT
 
@@ -44,6 +46,48 @@ def test_what_strangers_say_is_one_harmless_line(tmp_path):
         assert child.status(ended) == status, log.read_text()
         line = log.read_text().splitlines()[-1]
         assert line == r"error: row \x1b[2J error: forged \u202e \ud800 is odd"
+
+
+# as torch words them, in three lines
+NCCL_ERROR = (
+    "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, {}, NCCL version 2.29.7"
+    "\n{}\nLast error:\n{}"
+)
+SHM_FULL = "Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)"
+
+
+@pytest.mark.parametrize(
+    "error, said, unsaid",
+    [
+        (
+            NCCL_ERROR.format("unhandled system error", "ncclSystemError: a call failed", SHM_FULL),
+            f"NCCL, by which .*, has failed: .* {re.escape(SHM_FULL)}; .* --ipc=host",
+            "another rank",
+        ),
+        (
+            NCCL_ERROR.format("remote process exited", "ncclRemoteError: a call failed", "refused"),
+            "another rank has died or left .* remote process exited, NCCL version",
+            "refused",
+        ),
+        (
+            NCCL_ERROR.format("invalid usage", "ncclInvalidUsage: a call failed", "Duplicate GPU"),
+            "NCCL, .* has failed: .* Duplicate GPU",
+            "--ipc",
+        ),
+        ("[gloo/pair.cc:553] Connection closed by peer\nx", "another rank has died", "has failed"),
+    ],
+)
+def test_what_ails_nccl_on_this_rank_is_not_laid_on_another(monkeypatch, error, said, unsaid):
+    """In a container with a small /dev/shm every rank of several GPUs fails at the first collective
+    like this, and none has died."""
+    told = []
+    monkeypatch.setattr(common, "die", lambda sentence, status: told.append(sentence))
+
+    def work(argv) -> None:
+        raise torch.distributed.DistBackendError(error)
+
+    script(work, [])
+    assert re.search(said, told[0]) and unsaid not in told[0] and "\n" not in told[0]
 
 
 def test_a_rank_that_is_no_number_is_a_sentence(monkeypatch):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from row_files import jsonl, refusal
 from test_bad_input import script
 from transformers import Qwen2Config
@@ -120,6 +121,22 @@ def test_zero_splits_a_part_more_with_every_stage(stage, given):
     for needed, (what, size) in enumerate(split.items(), 1):
         assert sizes[what] == (size / 8 if stage >= needed else size)
     assert sizes["reference"] == 4000
+
+
+@pytest.mark.parametrize("count", [1000, 7 * 10**9])
+def test_zero_3_still_holds_up_to_a_billion_weights_whole(count, given):
+    """Those of DeepSpeed's stage3_max_reuse_distance: what is gathered for the forward stays for
+    the backward."""
+
+    def gathered(stage: int, ranks: int) -> int:
+        c = load_config([*SIZES, f"--zero_stage={stage}"])
+        table = memory_estimate(c, Qwen2Config(**SMALL), ParameterCounts(count, count), ranks)
+        return table["weights gathered from other ranks"]
+
+    assert gathered(3, 8) == 4 * min(count, 10**9)
+    assert gathered(3, 1) == gathered(2, 8) == 0
+    live = DeepSpeedZeroConfig()
+    assert live.max_live_parameters == live.max_reuse_distance == preflight.LIVE
 
 
 def test_gradients_are_copied_where_there_is_somebody_to_send_them_to(given):

@@ -152,6 +152,30 @@ def test_the_seed_of_a_run_decides_where_its_adapters_and_its_seed_head_begin(
     assert not torch.equal(one[0], other[0]) and not torch.equal(one[-2], other[-2])
 
 
+def test_deepspeed_starts_once_all_ranks_have_loaded_their_model(monkeypatch):
+    """On GPUs its first collective waits ten minutes, less than a slow disk may take on one node
+    only; our barrier waits three hours."""
+    done = []
+    model = torch.nn.Linear(1, 1)
+
+    def load_lm(*args, **kwargs):
+        done.append("load")
+        return model
+
+    def initialize(**kwargs):
+        done.append("deepspeed")
+        return SimpleNamespace(optimizer=None, eval=lambda: None), None
+
+    monkeypatch.setattr(train, "load_lm", load_lm)
+    monkeypatch.setattr(train, "make_optimizer", lambda parameters, c: None)
+    monkeypatch.setattr(train, "skip_by_norm", lambda optimizer, c: None)
+    monkeypatch.setattr(train.dist, "barrier", lambda: done.append("meet"))
+    monkeypatch.setattr(train.deepspeed, "initialize", initialize)
+    c = common.load_config(["--beta=0.1", "--reference_placement=sharded"])
+    train.load_reference(c, train.load_policy(c, "cpu"), "cpu")
+    assert done == 2 * ["load", "meet", "deepspeed"]
+
+
 @pytest.mark.parametrize("stop_ids, saved", [([0], 0), ([0, 7], [0, 7])])
 def test_checkpoints_are_to_stop_at_the_tokens_of_the_run(stop_ids, saved, tmp_path, monkeypatch):
     class Loaded(Exception):

@@ -234,6 +234,12 @@ def in_vllms_allocator():
         ("rollout", (), "lower num_generations=8 or max_completion_length=512, and"),
         ("evaluate", (), "lower eval_num_generations=8 or max_completion_length=512, and"),
         ("sync", (), "lower vllm_options.gpu_memory_utilization=0.3, and"),
+        # if a size is given, vLLM takes that and no share
+        (
+            "sync",
+            ("--vllm_options.kv_cache_memory_bytes=9000",),
+            "lower vllm_options.kv_cache_memory_bytes=9000, and",
+        ),
     ],
 )
 def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
@@ -249,6 +255,15 @@ def test_out_of_memory_is_one_sentence_with_the_key_to_lower(
     assert words in sentence
     assert "\n" not in sentence
     assert "memory" in sentence.rpartition(";")[2]  # the library's own words
+
+
+def test_memory_that_a_gpus_library_lacks_is_known_by_its_status():
+    """With vLLM's cache beside it, a GPU may have none left when a rank first needs cuBLAS."""
+    with pytest.raises(RunStopped, match=r"^memory ran out .*: lower max_tokens_per_micro"):
+        with train.enough_memory("learn", config()):
+            raise RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            )
 
 
 def test_a_sync_without_a_gpu_names_no_key_of_one():

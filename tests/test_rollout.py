@@ -183,6 +183,33 @@ def test_a_cache_size_from_the_environment_is_said_to_go_before_the_configs(
     assert "VLLM_CPU_KVCACHE_SPACE=3" in said
 
 
+def compiled_at(monkeypatch, rank: int, ranks_on_a_node: int, **environment) -> str:
+    """Where vLLM's compiled code of a rank lies: vLLM appends the rank to its root, and to that
+    nothing that tells GPUs apart."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("LOCAL_RANK", str(rank % ranks_on_a_node))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_on_a_node))
+    for _ in range(2):  # a second import changes nothing
+        rollout.own_cache(environment)
+    root = environment.get("VLLM_CACHE_ROOT", "usual")
+    return f"{root}/rank_{rank}"
+
+
+def test_a_rank_never_finds_what_vllm_compiled_for_another_gpu(monkeypatch):
+    """Compiled code names its GPU by number."""
+    gpus = {}  # {place: numbers of the GPUs that code there is for}
+    for ranks_on_a_node in (1, 2, 4, 8):
+        for rank in range(16):
+            place = compiled_at(monkeypatch, rank, ranks_on_a_node)
+            gpus.setdefault(place, set()).add(rank % ranks_on_a_node)
+    assert {len(numbers) for numbers in gpus.values()} == {1}
+    # on the first node, usually the only one, the place is vLLM's own, and the user's goes first
+    assert compiled_at(monkeypatch, 3, 8) == "usual/rank_3"
+    assert compiled_at(monkeypatch, 3, 8, VLLM_CACHE_ROOT="/a") == "/a/rank_3"
+    assert compiled_at(monkeypatch, 9, 8, VLLM_CACHE_ROOT="/a") == "/a/nodes-of-8/rank_9"
+    assert compiled_at(monkeypatch, 9, 8, XDG_CACHE_HOME="/b") == "/b/vllm/nodes-of-8/rank_9"
+
+
 def test_a_cache_that_holds_no_completion_is_refused(memory, monkeypatch):
     least = ROW + 32 * TOKEN
     assert rollout.plan_cache(cache_of(least), SHAPE, 30).held == 1
