@@ -314,7 +314,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     completions that the task considers the same answer. It is None for a wrong completion, for a
     task without modes and, with a warning, where mode() fails. right: (p, G) bool."""
     jobs = {}
-    asked = []  # (key of its job, row, completion) of each right completion
+    asked = []  # of each right completion: (key of its job, index of its row, index in the group)
     modes = [[None] * right.shape[1] for _ in rows]
     for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
         task = tasks.with_modes(row["task"])
