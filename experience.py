@@ -221,7 +221,7 @@ class Experience:
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
         """Changes `rows`: the groups that taught nothing, equal (P,) bool, get other prompts.
-        Returns those of this rank's places that have to be sampled again."""
+        Returns those of this rank's places that have to be sampled again. rewards: (P, G + S)."""
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:

@@ -147,8 +147,8 @@ class Seeds:
     def __init__(self, engine, collected, config: dict, device):
         self.engine = engine
         self.config = config
-        self.count = config["info_seed_num_seeds"]
-        self.rewards = collected.rewards
+        self.count = config["info_seed_num_seeds"]  # S
+        self.rewards = collected.rewards  # (P, G + S)
         if self.count == 0:
             return
         self.batch = rollout.to_batch(under_base_prompt(collected, self.count), device)
@@ -169,10 +169,10 @@ class Seeds:
             h, _ = features(self.engine, self.batch, self.config)
         return self.contrast(h)
 
-    def contrast(self, h) -> dict:
-        """infonce. h (P * S, H): all ranks' features under the current weights. d loss / d h is
+    def contrast(self, all_h) -> dict:
+        """infonce. all_h (P * S, H): all ranks' features under the current weights. d loss / d h is
         computed from all of them at once, so micro-batches and ranks do not change the gradient."""
-        leaf = h.clone().requires_grad_()
+        leaf = all_h.clone().requires_grad_()
         with torch.enable_grad():
             loss = info_nce(leaf, self.count, self.config["info_seed_temperature"])
         grad_h = torch.autograd.grad(loss, leaf)[0]  # (P * S, H)

@@ -622,7 +622,8 @@ class VllmEngine(Engine):
         return sum(sizes)
 
     def sleep(self) -> None:
-        """Frees the cache, and the weights unless stays_on_gpu(). On a CPU this does nothing."""
+        """Frees the cache, and the weights unless stays_on_gpu(). Does nothing on a CPU or with
+        enable_sleep_mode=False."""
         if not self.sleeps:
             return
         if not self.keeps_weights:
