@@ -1026,6 +1026,7 @@ def tau_warnings(c: dict, vocabulary: int) -> list[str]:
     """Sentences about a maxent_tau so high that wrong answers win, whether it is set or a
     controller will reach it."""
     warnings = []
+    # limit, now, highest and needed are all values of maxent_q_temperature * maxent_tau
     q_temperature = c["maxent_q_temperature"]
     # "floored" pushes wrong rows down whatever the target: it did well at twice the bound
     floored = c["maxent_loss"] == "floored" and OBJECTIVES[c["objective"]].group_loss == "weights"

@@ -221,7 +221,7 @@ class Experience:
 
     def replace_rows(self, rows: list[dict], equal, rewards, step: int, attempt: int) -> list[int]:
         """Changes `rows`: the groups that taught nothing, equal (P,) bool, get other prompts.
-        Returns those of this rank's places that have to be sampled again."""
+        Returns those of this rank's places that have to be sampled again. rewards: (P, G + S)."""
         G = self.config["num_generations"]
         replaced = equal.nonzero().flatten().tolist()  # places of all ranks
         if self.replay is not None:
@@ -294,10 +294,10 @@ def group_tokens(rollouts: list[dict], packed: bool) -> int:
     Ignores that groups may share the beginning of a prompt, and that InfoSeed's prompts differ: a
     wrong number only makes the ranks' work less equal."""
     lengths = [len(r["completion_ids"]) for r in rollouts]
-    prompt = len(rollouts[0]["prompt_ids"])
+    prompt_length = len(rollouts[0]["prompt_ids"])
     if packed:
-        return prompt + sum(lengths)
-    return (prompt + max(lengths)) * len(rollouts)
+        return prompt_length + sum(lengths)
+    return (prompt_length + max(lengths)) * len(rollouts)
 
 
 def share_out(tokens: list[int], learns: list[bool], ranks: int) -> list[list[int]]:
@@ -340,9 +340,14 @@ def deal(collected: Collected, world: World, c: dict) -> Collected:
     if world.size == 1:
         return collected
     groups = rollout.groups_of(collected.rollouts, len(collected.prompts))
-    local = world.share(len(collected.rewards))
-    parts = zip(local, collected.prompts, groups, collected.rewards_per_func, collected.right)
-    held = {place: Group(*fields) for place, *fields in parts}
+    held = {}  # {place: Group}, at first of the groups that this rank has sampled
+    for i, place in enumerate(world.share(len(collected.rewards))):
+        held[place] = Group(
+            prompt=collected.prompts[i],
+            rollouts=groups[i],
+            rewards_per_func=collected.rewards_per_func[i],
+            right=collected.right[i],
+        )
 
     tokens = [group_tokens(group, c["pack_sequences"]) for group in groups]
     tokens = gather_rows(torch.tensor(tokens)).long()  # (P,)

@@ -8,8 +8,8 @@ Each prompt gets S = info_seed_num_seeds more completions, one per seed id 0..S-
 rendered through a template with the seed in it. They join the prompt's group. An auxiliary loss
 pulls hidden states of the same seed together, across prompts, and those of different seeds apart:
 
-    infonce   -mean_i mean_{j in P(i)} log softmax_{k != i}(cos(h_i, h_k) / T)_j,
-              P(i) the rows of i's seed and another prompt
+    infonce   -mean_i mean_{j in J(i)} log softmax_{k != i}(cos(h_i, h_k) / T)_j,
+              J(i) the rows of i's seed and another prompt
     ce        cross-entropy of a linear head on h, trained with the policy
 
 h (n, H) are the final hidden states of a completion, pooled, computed under the prompt without the
@@ -80,7 +80,7 @@ def info_nce(h, S: int, temperature: float):
     unit = torch.nn.functional.normalize(h, dim=1)  # (P * S, H)
     # (P * S, P * S), like the two below; k != i
     logits = (unit @ unit.T / temperature).masked_fill(itself, -math.inf)
-    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)  # j in P(i)
+    positive = (seed[:, None] == seed) & (prompt[:, None] != prompt)  # j in J(i)
     # masked_fill, not a product: a row's own entry is -inf
     log_p = logits.log_softmax(1).masked_fill(~positive, 0.0)
     return -(log_p.sum(1) / positive.sum(1)).mean()
@@ -100,7 +100,7 @@ def seed_logps(h, S: int, temperature: float):
 
 def add_rewards(rewards, log_q, S: int, coef: float):
     """rewards (P, G + S) with coef * (log q(seed | completion) + ln S) added in the last S columns,
-    which is 0 for a completion that tells nothing about its seed."""
+    which is 0 for a completion that tells nothing about its seed. log_q: (P * S, S)."""
     seed = torch.arange(len(log_q)) % S
     log_q_of_seed = log_q.gather(1, seed[:, None]).view(-1, S)  # (P, S)
     information = log_q_of_seed + math.log(S)  # nats; 0 where q is 1 / S
@@ -147,8 +147,8 @@ class Seeds:
     def __init__(self, engine, collected, config: dict, device):
         self.engine = engine
         self.config = config
-        self.count = config["info_seed_num_seeds"]
-        self.rewards = collected.rewards
+        self.count = config["info_seed_num_seeds"]  # S
+        self.rewards = collected.rewards  # (P, G + S)
         if self.count == 0:
             return
         self.batch = rollout.to_batch(under_base_prompt(collected, self.count), device)
@@ -169,10 +169,10 @@ class Seeds:
             h, _ = features(self.engine, self.batch, self.config)
         return self.contrast(h)
 
-    def contrast(self, h) -> dict:
-        """infonce. h (P * S, H): all ranks' features under the current weights. d loss / d h is
+    def contrast(self, all_h) -> dict:
+        """infonce. all_h (P * S, H): all ranks' features under the current weights. d loss / d h is
         computed from all of them at once, so micro-batches and ranks do not change the gradient."""
-        leaf = h.clone().requires_grad_()
+        leaf = all_h.clone().requires_grad_()
         with torch.enable_grad():
             loss = info_nce(leaf, self.count, self.config["info_seed_temperature"])
         grad_h = torch.autograd.grad(loss, leaf)[0]  # (P * S, H)
@@ -217,10 +217,11 @@ class Seeds:
 
 
 def seed_metrics(h, log_q, seed_rewards, weights, active) -> dict:
-    """seed/* metrics. pred_acc: how often the most likely seed is the right one (chance 1/S).
-    diversity_l2: mean distance between two seeds' mean h. reward: mean task reward of the seed
-    rows. With weights w (P, G + S) also entropy_gap: the entropy of w within the ordinary rows
-    minus that within the seed rows, nats, mean over active groups."""
+    """seed/* metrics, from h (P * S, H), log_q (P * S, S) and seed_rewards (P, S). pred_acc: how
+    often the most likely seed is the right one (chance 1/S). diversity_l2: mean distance between
+    two seeds' mean h. reward: mean task reward of the seed rows. With weights w (P, G + S) also
+    entropy_gap: the entropy of w within the ordinary rows minus that within the seed rows, nats,
+    mean over the active (P,) groups."""
     S = seed_rewards.shape[1]
     right = log_q.argmax(1) == torch.arange(len(h)) % S
     means = h.view(-1, S, h.shape[1]).mean(0)  # (S, H)

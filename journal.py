@@ -561,11 +561,11 @@ class Timer:
             # at once on a terminal only: a log file gets a line with the phase now and then
             self.bar.set_description_str(f"{phase:11}", refresh=sys.stderr.isatty())
         start = time.perf_counter()
-        inside = sum(self.seconds.values())
+        before = sum(self.seconds.values())
         try:
             yield
         finally:  # a run may go on after an evaluation that failed
-            inside = sum(self.seconds.values()) - inside  # seconds of phases inside this one
+            inside = sum(self.seconds.values()) - before  # seconds of phases inside this one
             self.add(phase, time.perf_counter() - start - inside)
 
     def add(self, phase: str, seconds: float) -> None:

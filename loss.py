@@ -151,7 +151,8 @@ def maxent_weights(utilities: Tensor, ref_scores: Tensor | None, tau: float, bet
 
     utilities u: log q for maxent, advantages for xdr. ref_scores l: the reference model's sequence
     scores, unused at beta = 0; ref = softmax(l). Limits: tau = inf gives uniform weights,
-    beta = inf softmax(l), tau + beta = 0 uniform weights over the exact argmax of u.
+    beta = inf softmax(l), tau + beta = 0 uniform weights over the exact argmax of u. ValueError if
+    both are infinite, or if beta > 0 has no ref_scores.
     """
     if math.isinf(tau) and math.isinf(beta):
         raise ValueError("tau and beta are both infinite: the weights are not defined")
@@ -267,7 +268,7 @@ def weight_metrics(weights: Tensor, rewards: Tensor, active: Tensor) -> dict:
     exp(H), the largest weight. Means over active groups in which not all rows have the best reward:
     the mass on the others, and the excess entropy (H - ln n_top) / (ln G - ln n_top), where n_top
     rows have the best reward. The excess is 0 when w is uniform over these and 1 when it is
-    uniform over all rows. Empty without an active group."""
+    uniform over all rows. Empty without an active group. weights, rewards: (P, G); active: (P,)."""
     if not active.any():
         return {}
     w = weights[active]  # (a, G), a active groups
@@ -433,8 +434,9 @@ def clipped_surrogate(
     log_ratio: Tensor, advantages: Tensor, low: float, high: float, delta: float = -1.0
 ):
     """PPO's min(c * A, clip(c, 1-low, 1+high) * A), (n, T), with c = exp(log_ratio), and the masks
-    of what is clipped below (A < 0) and above (A > 0). delta > 0 caps c in the unclipped branch
-    (two-sided clip). log_ratio (n, T), or (n, 1) for gspo; advantages (n,), or (n, T) of tokens."""
+    of what is clipped below (A < 0) and above (A > 0). log_ratio (n, T), or (n, 1) for gspo;
+    advantages (n,), or (n, T) of tokens. Schulman et al. 2017, arXiv:1707.06347. delta > 0 caps c
+    in the unclipped branch: the dual clip of Ye et al. 2019, arXiv:1912.09729."""
     A = in_columns(advantages)  # (n, 1) or (n, T)
     # clamped: an infinite ratio would give NaN for clipped tokens and for A = 0
     ratio = log_ratio.clamp(max=20).exp()  # (n, T) or (n, 1)

@@ -819,10 +819,11 @@ def dry_run(c: dict, ranks: int, deepspeed_config: dict) -> Inputs:
     print("config:")
     for key, value in c.items():
         print(f"  {key} = {value!r}")
-    group = completions_per_prompt(c)
-    rows = c["prompts_per_step"] * group  # in a step, on all ranks
+    P = c["prompts_per_step"]
+    per_prompt = completions_per_prompt(c)
+    rows = P * per_prompt  # in a step, on all ranks
     print(
-        f"\nbatch: {c['prompts_per_step']} prompts x {group} completions = {rows} rows a step, "
+        f"\nbatch: {P} prompts x {per_prompt} completions = {rows} rows a step, "
         f"{rows // ranks} on each of {ranks} rank(s), {c['num_iterations']} update(s)"
     )
     # print and check what needs no file before looking for files

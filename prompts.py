@@ -189,7 +189,7 @@ def stable_text(value) -> str:
 
 TRAINED = "trained_prompts.txt"  # in a model's folder: prompt_keys(), one a line
 MOST_KEYS = 2**24  # in a list: we write none that is longer
-OURS = ("train_config.json", "sft.json")  # every folder with a model of ours has one of them
+OUR_FILES = ("train_config.json", "sft.json")  # a folder with a model of ours has one of them
 
 
 def prompt_keys(rows: list[dict]) -> set[str]:
@@ -216,7 +216,7 @@ def read_trained(folder) -> set[str] | None:
     the file is not such a list."""
     path = Path(folder) / TRAINED
     if not path.is_file():
-        return None if any((Path(folder) / name).exists() for name in OURS) else set()
+        return None if any((Path(folder) / name).exists() for name in OUR_FILES) else set()
     keys = set()
     try:
         with open(path, "rb") as file:

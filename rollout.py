@@ -291,8 +291,8 @@ def rows_at_once(config: dict, engines: int, at_most: int) -> int:
     default limit for each of the ranks that share an engine."""
     options = entries(config, "vllm_options")
     # InfoSeed's completions come in a second call of generate(), not on top of the first
-    group = max(config["num_generations"], config["info_seed_num_seeds"])
-    rows = math.ceil(config["prompts_per_step"] / engines) * group
+    per_prompt = max(config["num_generations"], config["info_seed_num_seeds"])
+    rows = math.ceil(config["prompts_per_step"] / engines) * per_prompt
     return min(rows, options.get("max_num_seqs", at_most * options["tensor_parallel_size"]))
 
 
@@ -307,19 +307,20 @@ def plan_cache(config: dict, model_config, rows: int) -> CachePlan:
     """The cache for `rows` completions. vllm_options.kv_cache_memory_bytes sets its size. If that
     is 0, the cache holds all rows at full length, or as many as fit into CACHE_SHARE of the memory,
     but at least one. UserError if a given size holds none."""
-    block = config["vllm_options"].get("block_size", CPU_BLOCK)  # tokens
-    block_size = block * bytes_per_token(config, model_config)  # bytes
-    row = math.ceil(max_sequence_length(config) / block) * block_size  # of a row at full length
+    block_tokens = config["vllm_options"].get("block_size", CPU_BLOCK)
+    block_bytes = block_tokens * bytes_per_token(config, model_config)
+    # a row at full length takes whole blocks
+    row_bytes = math.ceil(max_sequence_length(config) / block_tokens) * block_bytes
     size = entries(config, "vllm_options")["kv_cache_memory_bytes"]
     if size == 0:
-        held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row))
-        size = held * row + block_size  # vLLM keeps one block for itself
-    held = min(rows, (size - block_size) // row)
+        held = min(rows, max(1, int(CACHE_SHARE * rank_memory()) // row_bytes))
+        size = held * row_bytes + block_bytes  # vLLM keeps one block for itself
+    held = min(rows, (size - block_bytes) // row_bytes)
     if held < 1 and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:  # which takes precedence
         raise UserError(
             f"vllm_options.kv_cache_memory_bytes={size} holds no completion: one of "
             f"max_prompt_length + max_completion_length = {max_sequence_length(config)} tokens "
-            f"takes {row + block_size} bytes; raise it, or leave it out"
+            f"takes {row_bytes + block_bytes} bytes; raise it, or leave it out"
         )
     return CachePlan(size, max(0, held))
 
@@ -638,7 +639,8 @@ class VllmEngine(Engine):
         return sum(sizes)
 
     def sleep(self) -> None:
-        """Frees the cache, and the weights unless stays_on_gpu(). On a CPU this does nothing."""
+        """Frees the cache, and the weights unless stays_on_gpu(). Does nothing on a CPU or with
+        enable_sleep_mode=False."""
         if not self.sleeps:
             return
         if not self.keeps_weights:
@@ -910,9 +912,10 @@ def show(tokenizer, rollouts: list[dict], rewards: torch.Tensor) -> str:
     """A prompt with its best and its worst rollout, special tokens included, as the model sees
     them. It is the first prompt whose rewards differ. If there is none, it is the first prompt,
     with its first completion and the last that is different. rewards (p, G)."""
-    differs = int(equal_groups(rewards).int().argmin())  # argmin finds the first of equal ones
-    group = groups_of(rollouts, len(rewards))[differs]
-    values = rewards[differs].tolist()  # G
+    # argmin finds the first of equal ones: of the unequal groups or, without any, of all groups
+    chosen = int(equal_groups(rewards).int().argmin())
+    group = groups_of(rollouts, len(rewards))[chosen]
+    values = rewards[chosen].tolist()  # G
     prompt_ids = group[0]["prompt_ids"]
     lines = [f"prompt ({len(prompt_ids)} tokens): {tokenizer.decode(prompt_ids)!r}"]
     # index() finds the first of equal ones

@@ -37,7 +37,7 @@ ERROR = math.inf
 # a reward that always fails must not fill the disk
 SAVED_PER_STEP = 20
 SAVED_CHARACTERS = 100_000  # per completion
-CHECKED_ROWS = 20  # at most: a user's column "task" may have a different value in every row
+CHECKED_ROWS = 20  # of each function: every row of a user may have other columns, or another task
 
 
 class RewardFunction(NamedTuple):
@@ -236,16 +236,16 @@ def check_failures(metrics: dict, completions: int, limit: float) -> None:
 
 def check_answers(functions: list[RewardFunction], rows: list[dict], dataset: str, c: dict) -> None:
     """UserError if a function can't read the answers of its rows, as when another task's reward is
-    used on one's own dataset. Tries one row for each combination of task and columns."""
+    used on one's own dataset. Tries one row for each combination of task and columns, at most
+    CHECKED_ROWS for a function."""
     firsts = {}
     for row in rows:
         firsts.setdefault((row["task"], frozenset(row)), row)
     # "\\boxed{1}" too: the rewards of mathematics find no answer in a bare text
     examples = [{"text": text, "completion_ids": [0]} for text in ("1", "\\boxed{1}")]
     for function in functions:
-        for row in list(firsts.values())[:CHECKED_ROWS]:
-            if not function.applies_to(row):
-                continue
+        rows_of_function = [row for row in firsts.values() if function.applies_to(row)]
+        for row in rows_of_function[:CHECKED_ROWS]:
             _, failed = measure(examples, [row], [function], c)
             if failed:
                 raise UserError(
@@ -314,7 +314,7 @@ def modes_of(rollouts: list[dict], rows: list[dict], right: torch.Tensor, c: dic
     completions that the task considers the same answer. It is None for a wrong completion, for a
     task without modes and, with a warning, where mode() fails. right: (p, G) bool."""
     jobs = {}
-    asked = []  # (key of its job, row, completion) of each right completion
+    asked = []  # of each right completion: (key of its job, index of its row, index in the group)
     modes = [[None] * right.shape[1] for _ in rows]
     for i, (row, group) in enumerate(zip(rows, rollout.groups_of(rollouts, len(rows)))):
         task = tasks.with_modes(row["task"])

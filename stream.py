@@ -136,7 +136,7 @@ class Replay:
         no longer among the rows are forgotten."""
         self.size = size
         self.ucb = ucb
-        self.rows = {}
+        self.rows = {}  # {prompt_key: row}
         for row in rows:
             self.rows.setdefault(prompt_key(row), row)  # the first of rows with the same prompt
         kept = {}
@@ -151,38 +151,38 @@ class Replay:
         visits, mean, _ = self.state["prompts"][key]
         return mean + self.ucb * math.sqrt(math.log(self.state["total"]) / visits)
 
-    def mix(self, batch: list[dict], fraction: float) -> list[dict]:
+    def mix(self, rows: list[dict], fraction: float) -> list[dict]:
         """A copy of the step's rows in which the last round(fraction * P) are replaced by the
         remembered prompts of highest ucb_score() that are not in the step yet, or by as many as
         there are. With a fraction between 0 and 1 at least one row stays, so that new prompts
         always come in, and if there are two or more at least one is replaced."""
-        wanted = round(fraction * len(batch))
+        wanted = round(fraction * len(rows))
         if 0 < fraction < 1:
-            wanted = min(max(1, wanted), len(batch) - 1)
+            wanted = min(max(1, wanted), len(rows) - 1)
         # includes the rows to be replaced: some stay if too few prompts are remembered
-        present = {prompt_key(row) for row in batch}
+        present = {prompt_key(row) for row in rows}
         candidates = [key for key in self.state["prompts"] if key not in present]
         # ties are broken by key, so that the order is the same after a restart
         candidates.sort(key=lambda key: (-self.ucb_score(key), key))
         remembered = [self.rows[key] for key in candidates[:wanted]]
-        first = len(batch) - wanted
-        return batch[:first] + remembered + batch[first + len(remembered) :]
+        first = len(rows) - wanted
+        return rows[:first] + remembered + rows[first + len(remembered) :]
 
-    def update(self, batch: list[dict], rewards) -> None:
+    def update(self, rows: list[dict], rewards) -> None:
         """Takes in the rewards (rows, G) of these rows. If there are then more than `size` prompts,
         forgets those of lowest keep_value()."""
         prompts = dict(self.state["prompts"])  # a copy: a checkpoint may hold the old dict
         gaps = rewards.amax(1) - rewards.mean(1)  # (rows,)
         # exactly 0, not the rounding of the mean, if all rewards are equal
         gaps = gaps.masked_fill(equal_groups(rewards), 0.0)
-        for row, gap in zip(batch, gaps.tolist()):
+        for row, gap in zip(rows, gaps.tolist()):
             key = prompt_key(row)
             if key in self.rows:  # prompts of the easy pool are not remembered
                 prompts[key] = visited_again(prompts.get(key, (0, 0.0, 0.0)), gap)
         by_keep_value = sorted(prompts, key=lambda key: (keep_value(prompts[key]), key))
         for key in by_keep_value[: max(0, len(prompts) - self.size)]:
             del prompts[key]
-        self.state = {"total": self.state["total"] + len(batch), "prompts": prompts}
+        self.state = {"total": self.state["total"] + len(rows), "prompts": prompts}
 
 
 def visited_again(stats: tuple, gap: float) -> tuple:

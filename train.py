@@ -143,7 +143,7 @@ class Run:
     saved_step: int  # the last one saved, or where the run began; -1: that has no model yet
     skipped_steps: int  # how many steps in a row had an update that was not applied
     symptoms: Symptoms  # warns when something explains why the run does not learn
-    stopping: bool = False
+    stopping: bool = False  # whether the run was asked to end, which it does after this step
 
     @property
     def folder(self) -> Path:

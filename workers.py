@@ -182,7 +182,7 @@ class Pool:
         self.loaded = set()  # names of functions that some worker has imported
         # {function: arguments of its first job}: every worker tries the function with these, since
         # it might hang with those of another job
-        self.trial_rows = {}
+        self.trial_arguments = {}
         self.failed_starts = 0  # since a worker was last ready with functions
         self.lock = threading.RLock()
         self.selector = selectors.DefaultSelector()
@@ -257,14 +257,14 @@ class Pool:
         worker.jobs = deque(self.waiting.popleft() for _ in range(count))
         jobs = [self.asked[key] for key in worker.jobs]
         for function, _, arguments in jobs:
-            self.trial_rows.setdefault(function, arguments)
+            self.trial_arguments.setdefault(function, arguments)
         new = {function for function, _, _ in jobs} - worker.functions
         worker.functions |= new
         worker.since = self.clock()
         # if the worker does not read, its socket fills up and send() blocks
         worker.socket.settimeout(self.timeout + 10)
         try:
-            worker.send(([(name, self.trial_rows[name]) for name in sorted(new)], jobs))
+            worker.send(([(name, self.trial_arguments[name]) for name in sorted(new)], jobs))
         except OSError:  # it is gone or does not read; no job has started, so none is to blame
             self.take_back(worker)
             worker.fault = CLOSED
@@ -660,9 +660,9 @@ def announce(module: str) -> None:
         os.write(1, f"\n\0{module}\n".encode())
 
 
-def load(function: str, row: dict, say) -> bool:
+def load(function: str, arguments: dict, say) -> bool:
     """Imports a function and calls it twice, so that the time of what it imports or builds at its
-    first call is not counted as a job's; the results are ignored. row: the arguments of its first
+    first call is not counted as a job's; the results are ignored. arguments: those of its first
     job. Returns False, after a "refused" message, if the function can't be imported."""
     say(["importing", function])
     announce(function)
@@ -675,7 +675,8 @@ def load(function: str, row: dict, say) -> bool:
     say(["trying", function])
     # "x" is not a number, so that math_reward loads math-verify
     run_job(function, "\\boxed{1}", {"answer": "x"})
-    run_job(function, "\\boxed{1}", row)  # a job's: a function may read columns before it loads
+    # a job's own: a function may read columns before it loads
+    run_job(function, "\\boxed{1}", arguments)
     return True
 
 
@@ -700,8 +701,8 @@ def serve(file) -> None:
         if functions:
             # an import may need more memory than a job is allowed
             limit_memory(math.inf)
-            for function, row in functions:
-                if not load(function, row, say):
+            for function, arguments in functions:
+                if not load(function, arguments, say):
                     return
             limit_memory(memory_gib)
             say("ready")

@@ -181,5 +181,6 @@ def reward(completion: str, answer: dict, **row) -> float:
 
 def mode(completion: str, answer: dict) -> str:
     """The answer with single spaces: right answers that differ in more than white space are
-    different modes. How many there are is unknown."""
+    different modes. How many there are is unknown. Nothing is graded here:
+    scoring.modes_of() asks about right completions only."""
     return " ".join(last_answer(completion).split())

@@ -380,3 +380,11 @@ def test_answers_are_looked_at_for_every_task_of_the_rows_not_its_first_alone():
     rows = [row_of("", "42")]
     said = refusal(scoring.check_answers, functions_for(c, rows), rows, "my_data", c)
     assert "'countdown'" in said and "'42'" in said and "'a row of '" in said
+
+
+def test_rows_with_many_sets_of_columns_do_not_hide_another_tasks():
+    c = config("auto", reward_workers=0)
+    rows = [row_of("math", "10", **{f"column_{i}": 1}) for i in range(scoring.CHECKED_ROWS)]
+    rows += [row_of("countdown", "42")]
+    said = refusal(scoring.check_answers, functions_for(c, rows), rows, "my_data", c)
+    assert "'countdown'" in said and "'a row of countdown'" in said
