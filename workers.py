@@ -207,7 +207,7 @@ class Pool:
     def collect(self, jobs: dict, max_timeouts: float = math.inf) -> dict:
         """{key: result} of these jobs; a result is a number, a text, None or a Failure. Waits for
         them, but gives up the rest once more than `max_timeouts` of them have timed out, or after
-        WAIT_SECONDS. The pool then forgets all jobs so far, unless some are still under way."""
+        WAIT_SECONDS. The pool then forgets them; those that were only asked for wait."""
         self.ask(jobs)
         end = self.clock() + WAIT_SECONDS
         while any(key not in self.results for key in jobs):
@@ -219,11 +219,10 @@ class Pool:
                 elif self.clock() > end:
                     self.give_up(jobs, f"{len(jobs)} together took over {WAIT_SECONDS} s")
         with self.lock:
-            results = {key: self.results[key] for key in jobs}
-            if len(self.results) == len(self.asked):  # else jobs of the other thread are under way
-                self.asked = {}
-                self.results = {}
-                self.late = set()
+            results = {key: self.results.pop(key) for key in jobs}
+            for key in jobs:
+                del self.asked[key]
+            self.late.difference_update(jobs)
         return results
 
     def attend(self, seconds: float) -> None:

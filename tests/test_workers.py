@@ -251,6 +251,20 @@ def test_timeouts_of_other_jobs_give_nothing_up(reward_folder):
     pool.close()
 
 
+def test_an_evaluation_does_not_forget_what_was_asked_for_ahead(reward_folder):
+    """The job would be done twice, and a reward may cost money."""
+    pool = Pool(1, 60.0, 0.25)
+    ahead = {"next step": job("hostile:act", "count a")}
+    pool.ask(ahead)
+    assert pool.collect({"evaluation": job("hostile:act", "1")}) == {"evaluation": 1.0}
+    pool.collect(ahead)
+    counted = reward_folder / "counted"
+    assert lines_of(counted) == ["count a"]
+    counted.unlink()  # another test counts there too
+    assert pool.asked == pool.results == {}
+    pool.close()
+
+
 def test_a_worker_with_nothing_to_do_is_not_late(reward_folder):
     pool = Pool(1, 5.0, 1.0)
     now = [0.0]
