@@ -73,6 +73,17 @@ NOT_REPORTED = (
     "resume_from_checkpoint",
     "max_tokens_per_micro_batch",
 )
+# Settings that decide what an evaluation measures; the dataset does where eval_dataset has no name.
+MEASURED = (
+    "eval_dataset",
+    "eval_max_prompts",
+    "eval_temperature",
+    "reward_funcs",
+    "max_completion_length",
+    "system_prompt",
+    "chat_template",
+    "chat_template_kwargs",
+)
 # Every checkpoint has these files and a shard in engine/, whatever its mode, ZeRO stage and ranks.
 REQUIRED = ("config.json", "controller_state.json", "rng_0.pt", "train_config.json")
 # Entries of config.json that must agree for weights to fit a model and be used in the same way.
@@ -698,11 +709,18 @@ def changes(path: Path, config: dict) -> str:
     except NOT_REPORTED; "" if there are none."""
     before = as_read_back(settings_of(path))
     known = read_table(path / "train_config.json")  # it may be older than some of the keys
-    changed = []
+    changed = {}
     for key, value in as_read_back(config).items():
         if key in known and before[key] != value and key not in NOT_REPORTED:
-            changed.append(f"{key} {before[key]!r} -> {value!r}")
-    return f"changed since {path}: {', '.join(changed)}" if changed else ""
+            changed[key] = f"{key} {before[key]!r} -> {value!r}"
+    if not changed:
+        return ""
+    said = f"changed since {path}: {', '.join(changed.values())}"
+    measured = MEASURED if "name" in config["eval_dataset"] else ("dataset", *MEASURED)
+    if config["eval_steps"] > 0 and any(key in changed for key in measured):
+        # the table at the end and curves.png show the first evaluation beside the last
+        said += "; eval/* from here on measure something else than before"
+    return said
 
 
 def check_resumable(path: Path, config: dict) -> None:

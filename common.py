@@ -327,7 +327,9 @@ def parse_config_file(path) -> tuple:
         tree = parse(ast.parse, text, f"config file {path}")
     except OSError as error:
         hint = near_path(str(path)) or near_path(f"config/{path}")
-        if os.path.exists(f"{path}/config.json"):
+        if os.path.exists(f"{path}/train_config.json"):  # its config.json is the model's
+            hint = f"; it is a checkpoint: the config of its run is {path}/train_config.json"
+        elif os.path.exists(f"{path}/config.json"):
             hint = f"; it is the folder of a run or model: a run's config is {path}/config.json"
         raise UserError(f"config file {path} can't be read: {error.strerror}{hint}") from None
     except UserError:  # a ValueError too, as above

@@ -575,7 +575,7 @@ class VllmEngine(Engine):
         self.llm.enqueue(prompts, params, use_tqdm=False)
         groups = {}
         while self.llm.llm_engine.has_unfinished_requests():
-            for output in self.llm.llm_engine.step():
+            for output in self.engine_step():
                 # ranks that share an engine all see every output; each keeps its own
                 if not output.finished or int(output.request_id) not in local_ids:
                     continue
@@ -584,6 +584,19 @@ class VllmEngine(Engine):
                 if group_done:
                     group_done(i, groups[i])
         return in_prompt_order(groups)
+
+    def engine_step(self) -> list:
+        try:
+            return self.llm.llm_engine.step()
+        except RuntimeError as error:
+            # vLLM starts with such a model, and finds out at the first request
+            if "Unsupported CPU attention" not in str(error):
+                raise
+            raise UserError(
+                f"vLLM on a CPU can't run this model ({in_one_line(str(error), 200)}; heads of 32, "
+                f"64, 80, 96, 112 or 128 numbers are among those it takes): choose the slow "
+                f"rollout_engine='hf', or another model"
+            ) from None
 
     def sampling_params(self, n: int, seed: int, sampling: Sampling):
         return self.vllm.SamplingParams(

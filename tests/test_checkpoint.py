@@ -252,6 +252,20 @@ def test_what_has_changed_since_the_checkpoint_is_told(alone, tiny_model_dir, tm
     assert f"beta {c['beta']} -> 0.5" in said and "temperature 1.0 -> " in said
 
 
+def test_a_resume_that_evaluates_something_else_says_so(alone, tiny_model_dir, tmp_path):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir))
+    c = checkpoint.settings_of(path) | {"eval_steps": 5}
+    words = "eval/* from here on measure something else"
+    other = {"dataset": {"name": "other"}}
+    assert words in checkpoint.changes(path, c | other)
+    assert words in checkpoint.changes(path, c | {"eval_temperature": 0.5})
+    assert words not in checkpoint.changes(path, c | {"temperature": 0.5})
+    assert words not in checkpoint.changes(path, c | other | {"eval_steps": 0})
+    named = {"eval_dataset": {"name": "held_out"}}  # evaluated, whatever is trained on
+    path = save(tmp_path, 2, FakeEngine(tiny_model_dir), **named)
+    assert words not in checkpoint.changes(path, c | named | other)
+
+
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_puts_the_later_ones_out_of_sight_of_latest(
     alone, tiny_model_dir, tmp_path
 ):

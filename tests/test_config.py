@@ -239,6 +239,8 @@ def test_a_config_that_is_not_there_or_a_runs_folder_is_told_with_what_is_meant(
     assert f"did you mean '{tmp_path / 'mine.py'}'?" in refusal(str(tmp_path / "mne.py"))
     (tmp_path / "config.json").write_text("{}")
     assert f"a run's config is {tmp_path}/config.json" in refusal(str(tmp_path))
+    (tmp_path / "train_config.json").write_text("{}")
+    assert refusal(str(tmp_path)).endswith(f"of its run is {tmp_path}/train_config.json")
     (tmp_path / "empty").mkdir()
     assert refusal(str(tmp_path / "empty")).endswith("can't be read: Is a directory")
 

@@ -297,6 +297,19 @@ def test_an_option_that_vllm_does_not_have_is_a_sentence_and_a_bug_is_none():
             engine.load({"model": "m", "dtype": "float32", "enforce_eager": True})
 
 
+def test_heads_that_vllm_does_not_take_on_a_cpu_are_a_sentence_and_a_bug_is_none():
+    engine = object.__new__(rollout.VllmEngine)
+    for words in ("Unsupported CPU attention configuration: head_dim=16 isa=2", "a bug"):
+
+        def fail(words=words):
+            raise RuntimeError(words)
+
+        engine.llm = SimpleNamespace(llm_engine=SimpleNamespace(step=fail))
+        kind = UserError if "head_dim" in words else RuntimeError
+        with pytest.raises(kind, match=re.escape(words)):
+            engine.engine_step()
+
+
 def test_what_else_vllm_refuses_is_its_own_sentence_and_not_about_the_cache():
     class Refused(ValueError):
         """Stands for pydantic's ValidationError."""
