@@ -1,5 +1,5 @@
 # SmolLM2-135M-Instruct, a real pretrained model, learns sums of Reasoning Gym on two CPU cores.
-# Once (a minute), then 5 to 10 minutes:
+# Once (a minute), then 6 to 14 minutes:
 #   python -m bench.smollm2 runs/smollm2
 #   OMP_NUM_THREADS=2 python train.py config/smollm2_sums.py
 model = "runs/smollm2"
