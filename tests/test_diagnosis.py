@@ -25,7 +25,6 @@ from experience import (
 WRONG = torch.zeros(3, 4)  # (P, G)
 ONE_RIGHT = torch.tensor([[0.0] * 4, [0.0, 0.0, 1.0, 0.0], [0.0] * 4])
 HEALTHY = {"clipped_ratio": 0.1, "jaccard": 0.6, "distinct_2": 0.7}
-SPAN = ENTROPY_STEPS
 
 
 @pytest.fixture(autouse=True)
@@ -247,9 +246,9 @@ def test_fewer_prompts_than_a_step_takes_are_warned_about(sizes, warned, capsys)
 
 
 def entropies(run: Watched, *values: float) -> list[str]:
-    """What a run says over SPAN steps with each of these entropies."""
+    """What a run says over ENTROPY_STEPS steps with each of these entropies."""
     for run.entropy in values:
-        run.take_steps(ONE_RIGHT, SPAN)
+        run.take_steps(ONE_RIGHT, ENTROPY_STEPS)
     return run.said
 
 
@@ -276,7 +275,7 @@ def test_an_entropy_far_above_its_lowest_is_told_once(values, told):
 def test_one_high_step_is_no_rise_and_the_first_ones_have_no_lowest():
     run = Watched("--objective=dr_grpo")
     run.entropy = 0.1
-    run.take_steps(ONE_RIGHT, SPAN // 2)
+    run.take_steps(ONE_RIGHT, ENTROPY_STEPS // 2)
     assert not entropies(run, 1.0)  # no mean before that of 0.1 and 1.0
     run = Watched("--objective=dr_grpo")
     assert not entropies(run, 1.0)
