@@ -1,0 +1,189 @@
+"""The claims of docs/results.md, computed from compare/evidence: how far two arms lie apart, how
+sure that is, and whether a run refutes it.
+
+    python -m compare.claims
+
+A line of claims.csv compares one metric of an arm with that of another arm, or with "start", the
+models its own runs began with. Each run counts once: with its evaluation at `step`, or, for "last",
+with the mean of its last evaluations (LAST). "refuted by" has limits: a single run beyond one of
+them refutes the claim, and the table then says so.
+
+Intervals are of 95% by Student's t over runs, Welch's for two arms; bold where 0 lies outside. They
+cover the luck of training and of sampling, and assume that runs scatter normally. With three runs
+they are wide. They cover neither the choice of held-out problems, which is the same everywhere, nor
+the luck of a start's evaluation where runs share it (.01 of mean@8, .02 of pass@8), and are not
+corrected for the number of lines: one in twenty misses by chance.
+"""
+
+from functools import cache
+from statistics import mean
+from typing import NamedTuple
+
+import pandas as pd
+
+from common import ROOT, UserError, script
+from compare.frontier import read_file
+from compare.pass_at_k import read_runs, run_pass_at_k
+from compare.results import LAST, markdown
+
+CLAIMS = ROOT / "compare" / "claims.csv"
+EVIDENCE = ROOT / "compare" / "evidence"
+FILES = {  # the letter of an experiment in docs/results.md: its evaluations
+    "N": "smollm2_between.jsonl",
+    "S": "smollm2_sentence.jsonl",
+    "C": "countdown_convergence.jsonl",
+    "G": "graph_coloring_convergence.jsonl",
+    "D": "demo.jsonl",
+    "T": "countdown_steered.jsonl",
+}
+# 64 samples of each problem by the last checkpoints
+SAMPLED = {"C": "countdown_k64.jsonl", "G": "graph_coloring_k64.jsonl"}
+# these ended after 250 and 450 steps, with no end in sight
+LEFT_OUT = [("C", "maxent_20", 2), ("C", "maxent_spread", 1)]
+
+
+class Limit(NamedTuple):
+    """A run of `arm` below (or above) `value` refutes a claim."""
+
+    arm: str
+    side: str  # "below" or "above"
+    value: float
+
+    def is_passed(self, value: float) -> bool:
+        return value < self.value if self.side == "below" else value > self.value
+
+
+class Claim(NamedTuple):
+    text: str
+    experiment: str  # a key of FILES
+    step: str  # a number, or "last"
+    metric: str
+    arm: str
+    beside: str  # another arm, or "start"
+    limits: list[Limit]
+
+
+def read_claims() -> list[Claim]:
+    rows = pd.read_csv(CLAIMS, dtype=str, keep_default_na=False).to_numpy().tolist()
+    return [Claim(*cells, read_limits(refuted_by)) for *cells, refuted_by in rows]
+
+
+def read_limits(text: str) -> list[Limit]:
+    """Of "maxent below 2, dr_grpo above 1.5"."""
+    limits = []
+    for limit in text.split(", "):
+        try:
+            arm, side, value = limit.split()
+            limits.append(Limit(arm, side, float(value)))
+        except ValueError:
+            side = ""
+        if side not in ("below", "above"):
+            raise UserError(f"{CLAIMS}: {limit!r} must be like 'maxent below 2'")
+    return limits
+
+
+# --- the evidence
+
+
+@cache
+def evaluations(experiment: str) -> dict[tuple, dict]:
+    """{(arm, seed): {step: the evaluation there}}"""
+    runs = {}
+    for record in read_file(EVIDENCE / FILES[experiment]):
+        run = record["arm"], record["seed"]
+        if (experiment, *run) not in LEFT_OUT:
+            runs.setdefault(run, {})[record["step"]] = record
+    return runs
+
+
+@cache
+def samples(experiment: str) -> list:
+    return read_runs(EVIDENCE / SAMPLED[experiment])
+
+
+def values_of(arm: str, claim: Claim) -> dict[int, float]:
+    """{seed: the claim's metric} of the arm's runs. UserError if there are none."""
+    if claim.metric == "pass@64":
+        runs = [run for run in samples(claim.experiment) if run.arm == arm]
+        values = {run.seed: run_pass_at_k(run, 64) for run in runs}
+    else:
+        runs = {
+            seed: run for (name, seed), run in evaluations(claim.experiment).items() if name == arm
+        }
+        values = {seed: metric_at(claim.step, run, claim.metric) for seed, run in runs.items()}
+    if not values:
+        raise UserError(f"{CLAIMS}: {claim.text!r} has no runs of {arm} in {claim.experiment}")
+    return values
+
+
+def metric_at(step: str, run: dict[int, dict], metric: str) -> float:
+    """run: {step: the evaluation there}"""
+    if step != "last":
+        return run[int(step)][metric]
+    last = [at for at in sorted(run) if at > 0][-LAST:]  # the start is no result
+    return mean(run[at][metric] for at in last)
+
+
+# --- the table
+
+
+def difference(values: dict, beside: dict, paired: bool) -> tuple[float, float, float]:
+    """The mean of `values` minus that of `beside`, both by seed, and the ends of its 95% interval.
+    paired: a seed's two values are of one run."""
+    from statsmodels.stats.weightstats import CompareMeans, DescrStatsW
+
+    if paired:
+        changes = DescrStatsW([values[seed] - beside[seed] for seed in values])
+        return changes.mean, *changes.tconfint_mean()
+    one, other = DescrStatsW(list(values.values())), DescrStatsW(list(beside.values()))
+    return one.mean - other.mean, *CompareMeans(one, other).tconfint_diff(usevar="unequal")
+
+
+def row_of(claim: Claim) -> list[str]:
+    values = {claim.arm: values_of(claim.arm, claim)}
+    if claim.beside == "start":
+        values["start"] = values_of(claim.arm, claim._replace(step="0"))
+    else:
+        values[claim.beside] = values_of(claim.beside, claim)
+    change, low, high = difference(*values.values(), paired=claim.beside == "start")
+    # the unit of distinct@k is answers, of entropy nats; the others are shares
+    digits = 2 if claim.metric.startswith(("distinct", "entropy")) else 3
+    interval = f"{change:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
+    where = f"{claim.experiment}, {claim.step if claim.step == 'last' else 'step ' + claim.step}"
+    means = [
+        f"{arm} {mean(by_seed.values()):.{digits}f} ({len(by_seed)})"
+        for arm, by_seed in values.items()
+    ]
+    return [
+        claim.text,
+        where,
+        claim.metric,
+        ", ".join(means),
+        f"**{interval}**" if low > 0 or high < 0 else interval,
+        verdict(claim.limits, values),
+    ]
+
+
+def verdict(limits: list[Limit], values: dict[str, dict]) -> str:
+    """What refutes a claim, after the runs that do. values: {arm: {seed: value}}"""
+    text = " or ".join(f"{limit.arm} {limit.side} {limit.value:g}" for limit in limits)
+    beyond = [
+        f"{limit.arm}, seed {seed}: {value:.3g}"
+        for limit in limits
+        for seed, value in values[limit.arm].items()
+        if limit.is_passed(value)
+    ]
+    return f"**REFUTED** by {'; '.join(beyond)}; limit: {text}" if beyond else text
+
+
+def table() -> str:
+    head = ["claim", "from", "metric", "means (runs)", "difference", "refuted by a run of"]
+    return markdown(head, *map(row_of, read_claims()))
+
+
+def main() -> None:
+    print(table())
+
+
+if __name__ == "__main__":
+    script(lambda argv: main())
