@@ -2,6 +2,7 @@
 sure that is, and whether a run refutes it.
 
     python -m compare.claims
+    python -m compare.claims --picture=assets/claims.png      differences and intervals, drawn
 
 A line of claims.csv compares one metric of an arm with that of another arm, or with "start", the
 models its own runs began with. Each run counts once: with its evaluation at `step`, or, for "last",
@@ -21,10 +22,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from common import ROOT, UserError, script
+from common import ROOT, UserError, own_flags, script
 from compare.frontier import read_file
 from compare.pass_at_k import read_runs, run_pass_at_k
-from compare.results import LAST, markdown
+from compare.results import LAST, markdown, prepare_picture
 
 CLAIMS = ROOT / "compare" / "claims.csv"
 EVIDENCE = ROOT / "compare" / "evidence"
@@ -40,6 +41,12 @@ FILES = {  # the letter of an experiment in docs/results.md: its evaluations
 SAMPLED = {"C": "countdown_k64.jsonl", "G": "graph_coloring_k64.jsonl"}
 # these ended after 250 and 450 steps, with no end in sight
 LEFT_OUT = [("C", "maxent_20", 2), ("C", "maxent_spread", 1)]
+
+PANELS = {  # of the picture: the metrics of each, and its title
+    "mean": "share of right answers",
+    "pass": "share of problems solved in k tries",
+    "distinct": "different right answers in k tries",
+}
 
 
 class Limit(NamedTuple):
@@ -124,7 +131,7 @@ def metric_at(step: str, run: dict[int, dict], metric: str) -> float:
     return mean(run[at][metric] for at in last)
 
 
-# --- the table
+# --- one claim
 
 
 def difference(values: dict, beside: dict, paired: bool) -> tuple[float, float, float]:
@@ -139,29 +146,26 @@ def difference(values: dict, beside: dict, paired: bool) -> tuple[float, float, 
     return one.mean - other.mean, *CompareMeans(one, other).tconfint_diff(usevar="unequal")
 
 
-def row_of(claim: Claim) -> list[str]:
-    values = {claim.arm: values_of(claim.arm, claim)}
-    if claim.beside == "start":
-        values["start"] = values_of(claim.arm, claim._replace(step="0"))
+class Measured(NamedTuple):
+    values: dict[str, dict]  # {arm or "start": {seed: the claim's metric}}, two of them
+    change: float  # the mean of the first minus that of the second
+    low: float  # the ends of its interval
+    high: float
+
+    @property
+    def decided(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def measure(claim: Claim) -> Measured:
+    paired = claim.beside == "start"
+    values = values_of(claim.arm, claim)
+    if paired:
+        beside = values_of(claim.arm, claim._replace(step="0"))
     else:
-        values[claim.beside] = values_of(claim.beside, claim)
-    change, low, high = difference(*values.values(), paired=claim.beside == "start")
-    # the unit of distinct@k is answers, of entropy nats; the others are shares
-    digits = 2 if claim.metric.startswith(("distinct", "entropy")) else 3
-    interval = f"{change:+.{digits}f} ({low:+.{digits}f} to {high:+.{digits}f})"
-    where = f"{claim.experiment}, {claim.step if claim.step == 'last' else 'step ' + claim.step}"
-    means = [
-        f"{arm} {mean(by_seed.values()):.{digits}f} ({len(by_seed)})"
-        for arm, by_seed in values.items()
-    ]
-    return [
-        claim.text,
-        where,
-        claim.metric,
-        ", ".join(means),
-        f"**{interval}**" if low > 0 or high < 0 else interval,
-        verdict(claim.limits, values),
-    ]
+        beside = values_of(claim.beside, claim)
+    by_arm = {claim.arm: values, claim.beside: beside}
+    return Measured(by_arm, *difference(values, beside, paired))
 
 
 def verdict(limits: list[Limit], values: dict[str, dict]) -> str:
@@ -176,14 +180,70 @@ def verdict(limits: list[Limit], values: dict[str, dict]) -> str:
     return f"**REFUTED** by {'; '.join(beyond)}; limit: {text}" if beyond else text
 
 
+# --- showing
+
+
+def row_of(claim: Claim) -> list[str]:
+    measured = measure(claim)
+    # the unit of distinct@k is answers, of entropy nats; the others are shares
+    digits = 2 if claim.metric.startswith(("distinct", "entropy")) else 3
+    change, low, high = (f"{x:+.{digits}f}" for x in measured[1:])
+    interval = f"{change} ({low} to {high})"
+    where = f"{claim.experiment}, {claim.step if claim.step == 'last' else 'step ' + claim.step}"
+    means = [
+        f"{arm} {mean(by_seed.values()):.{digits}f} ({len(by_seed)})"
+        for arm, by_seed in measured.values.items()
+    ]
+    return [
+        claim.text,
+        where,
+        claim.metric,
+        ", ".join(means),
+        f"**{interval}**" if measured.decided else interval,
+        verdict(claim.limits, measured.values),
+    ]
+
+
 def table() -> str:
     head = ["claim", "from", "metric", "means (runs)", "difference", "refuted by a run of"]
     return markdown(head, *map(row_of, read_claims()))
 
 
-def main() -> None:
+def draw(picture: str) -> None:
+    """Draws the differences with their intervals, a panel for each of PANELS; grey where 0 lies
+    inside."""
+    from matplotlib.figure import Figure  # not pyplot, which would look for a window
+
+    figure = Figure(figsize=(6 * len(PANELS), 6.5), layout="constrained")
+    for axis, (prefix, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
+        claims = [claim for claim in read_claims() if claim.metric.startswith(prefix)]
+        for y, claim in enumerate(claims):
+            _, change, low, high = measured = measure(claim)
+            color = "tab:blue" if measured.decided else "tab:gray"
+            axis.plot([low, high], [y, y], color=color, linewidth=2)
+            axis.plot(change, y, "o", color=color)
+        axis.axvline(0, color="black", linewidth=0.8)
+        names = [
+            f"{claim.arm} − {claim.beside}, {claim.metric} ({claim.experiment})" for claim in claims
+        ]
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.invert_yaxis()  # in the order of the table
+        axis.set_title(title)
+        axis.grid(axis="x", alpha=0.3)
+    figure.savefig(picture, dpi=110)
+
+
+def main(argv) -> None:
+    own, words = own_flags(argv, {"picture": ""})
+    if words:
+        raise UserError(f"python -m compare.claims takes --picture, not {' '.join(words)}")
+    if own["picture"]:
+        prepare_picture(own["picture"])
     print(table())
+    if own["picture"]:
+        draw(own["picture"])
+        print(f"picture: {own['picture']}")
 
 
 if __name__ == "__main__":
-    script(lambda argv: main())
+    script(main)

@@ -102,3 +102,12 @@ def test_a_limit_that_is_none_is_told(text):
 def test_an_arm_without_runs_is_told():
     with pytest.raises(UserError, match="no runs of ppo in N"):
         claims.values_of("ppo", claim_about())
+
+
+def test_the_command_prints_and_draws(tmp_path, capsys):
+    picture = tmp_path / "new" / "claims.png"
+    claims.main([f"--picture={picture}"])
+    assert capsys.readouterr().out.startswith("| claim | from | metric |")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UserError, match="takes --picture, not mine.csv"):
+        claims.main(["mine.csv"])
