@@ -109,5 +109,5 @@ def test_the_command_prints_and_draws(tmp_path, capsys):
     claims.main([f"--picture={picture}"])
     assert capsys.readouterr().out.startswith("| claim | from | metric |")
     assert picture.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(UserError, match="takes --picture, not mine.csv"):
+    with pytest.raises(UserError, match="takes --picture, not mine"):
         claims.main(["mine.csv"])
