@@ -110,6 +110,11 @@ commas() { local IFS=,; echo "$*"; }
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 mapfile -t gpus < <(gpus_here)
 
+# srun takes --gpus-per-task from sbatch, and we start one task on a node
+per_task=${SLURM_GPUS_PER_TASK:-${#gpus[@]}}      # a number, or as in a100:8
+[[ ${per_task##*:} == "${#gpus[@]}" ]] ||
+  die "sbatch --gpus-per-task=$per_task: one task starts all ranks of a node, and would see" \
+    "${per_task##*:} of its ${#gpus[@]} GPUs: give --gpus-per-node=${#gpus[@]} instead"
 ((server_gpus == 0 || server_nodes == 0)) ||
   die "--server-gpus is for one node, --server-nodes for several: choose one of them"
 ((server_gpus == 0 || ${#nodes[@]} == 1)) ||

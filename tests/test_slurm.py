@@ -511,6 +511,18 @@ def test_what_needs_servers_is_allowed_to_a_job_that_starts_them(servers, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "per_task, told", [("1", True), ("a100:2", True), ("4", False), ("a100:4", False)]
+)
+def test_gpus_that_ranks_would_not_see_are_told(per_task, told, tmp_path):
+    env = one_node(tmp_path, CUDA_VISIBLE_DEVICES="0,1,2,3", SLURM_GPUS_PER_TASK=per_task)
+    done = bash("slurm/train.sh", *CONFIG, f"--output_dir={tmp_path / 'run'}", env=env)
+    assert done.returncode == 1
+    said = f"would see {per_task[-1]} of its 4 GPUs: give --gpus-per-node=4 instead"
+    assert (said in done.stderr) == told, done.stderr
+    assert (tmp_path / "run").exists() != told
+
+
 def test_a_job_writes_its_logs_through_no_link_of_a_strangers_folder(tmp_path):
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
