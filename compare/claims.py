@@ -34,6 +34,7 @@ FILES = {  # the letter of an experiment in docs/results.md: its evaluations
     "S": "smollm2_sentence.jsonl",
     "C": "countdown_convergence.jsonl",
     "G": "graph_coloring_convergence.jsonl",
+    "O": "graph_coloring_others.jsonl",
     "D": "demo.jsonl",
     "T": "countdown_steered.jsonl",
 }
