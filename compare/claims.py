@@ -4,16 +4,19 @@ sure that is, and whether a run refutes it.
     python -m compare.claims
     python -m compare.claims --picture=assets/claims.png      differences and intervals, drawn
 
-A line of claims.csv compares one metric of an arm with that of another arm, or with "start", the
-models its own runs began with. Each run counts once: with its evaluation at `step`, or, for "last",
-with the mean of its last evaluations (LAST). "refuted by" has limits: a single run beyond one of
-them refutes the claim, and the table then says so.
+An arm is one setting, trained with several seeds: its runs. A line of claims.csv compares a metric
+of an arm with that of another arm, or with "start", the models its own runs began with. Each run
+counts once: with its evaluation at `step`, or, for "last", with the mean of its last three (LAST).
+pass@64 is of 64 samples by the last checkpoint, which not every run has. "refuted by" has limits: a
+single run beyond one of them refutes the claim, and the table then says so.
 
-Intervals are of 95% by Student's t over runs, Welch's for two arms; bold where 0 lies outside. They
-cover the luck of training and of sampling, and assume that runs scatter normally. With three runs
-they are wide. They cover neither the choice of held-out problems, which is the same everywhere, nor
-the luck of a start's evaluation where runs share it (.01 of mean@8, .02 of pass@8), and are not
-corrected for the number of lines: one in twenty misses by chance.
+Intervals are of 95% by Student's t: beside "start" over each run's own change, else over the runs
+of both arms, by Welch; bold where 0 lies outside. They cover the luck of training and of sampling,
+and assume that runs scatter normally. With two or three runs they are wide. They do not cover
+- the choice of held-out problems, which is the same everywhere,
+- the luck of a start's evaluation where runs share it (.01 of mean@8, .02 of pass@8),
+- that runs of two arms may have begun with other starts (compare/evidence/README.md says which).
+They are not corrected for the number of lines: one in twenty misses by chance.
 """
 
 from functools import cache
@@ -112,6 +115,10 @@ def samples(experiment: str) -> list:
 def values_of(arm: str, claim: Claim) -> dict[int, float]:
     """{seed: the claim's metric} of the arm's runs. UserError if there are none."""
     if claim.metric == "pass@64":
+        if claim.step != "last":  # a start's samples are none of the run's
+            raise UserError(
+                f"{CLAIMS}: {claim.text!r}: pass@64 is of last checkpoints only, beside another arm"
+            )
         runs = [run for run in samples(claim.experiment) if run.arm == arm]
         values = {run.seed: run_pass_at_k(run, 64) for run in runs}
     else:
@@ -127,6 +134,8 @@ def values_of(arm: str, claim: Claim) -> dict[int, float]:
 def metric_at(step: str, run: dict[int, dict], metric: str) -> float:
     """run: {step: the evaluation there}"""
     if step != "last":
+        if int(step) not in run:
+            raise UserError(f"{CLAIMS}: a run has no evaluation at step {step}")
         return run[int(step)][metric]
     last = [at for at in sorted(run) if at > 0][-LAST:]  # the start is no result
     return mean(run[at][metric] for at in last)

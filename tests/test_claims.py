@@ -104,6 +104,16 @@ def test_an_arm_without_runs_is_told():
         claims.values_of("ppo", claim_about())
 
 
+def test_a_step_or_start_without_an_evaluation_is_told():
+    with pytest.raises(UserError, match="no evaluation at step 48"):  # seed 1 ended at 36
+        claims.values_of("maxrl_slow", claim_about())
+    sampled = claim_about(
+        experiment="G", step="last", metric="pass@64", arm="maxent_20", beside="start"
+    )
+    with pytest.raises(UserError, match="pass@64 is of last checkpoints only"):
+        claims.measure(sampled)
+
+
 def test_the_command_prints_and_draws(tmp_path, capsys):
     picture = tmp_path / "new" / "claims.png"
     claims.main([f"--picture={picture}"])
