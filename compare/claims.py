@@ -6,7 +6,7 @@ sure that is, and whether a run refutes it.
 
 An arm is one setting, trained with several seeds: its runs. A line of claims.csv compares a metric
 of an arm with that of another arm, or with "start", the models its own runs began with. Each run
-counts once: with its evaluation at `step`, or, for "last", with the mean of its last three (LAST).
+counts once: with its evaluation at `step`, or, for "last", with the mean of its last three.
 pass@64 is of 64 samples by the last checkpoint, which not every run has. "refuted by" has limits: a
 single run beyond one of them refutes the claim, and the table then says so.
 
@@ -26,9 +26,9 @@ from typing import NamedTuple
 import pandas as pd
 
 from common import ROOT, UserError, own_flags, script
-from compare.frontier import read_file
+from compare.frontier import end_of, read_file
 from compare.pass_at_k import read_runs, run_pass_at_k
-from compare.results import LAST, markdown, prepare_picture
+from compare.results import markdown, prepare_picture
 
 CLAIMS = ROOT / "compare" / "claims.csv"
 EVIDENCE = ROOT / "compare" / "evidence"
@@ -97,14 +97,11 @@ def read_limits(text: str) -> list[Limit]:
 
 
 @cache
-def evaluations(experiment: str) -> dict[tuple, dict]:
-    """{(arm, seed): {step: the evaluation there}}"""
-    runs = {}
-    for record in read_file(EVIDENCE / FILES[experiment]):
-        run = record["arm"], record["seed"]
-        if (experiment, *run) not in LEFT_OUT:
-            runs.setdefault(run, {})[record["step"]] = record
-    return runs
+def evaluations(experiment: str) -> dict[tuple, pd.DataFrame]:
+    """{(arm, seed): the run's evaluations, in the order of their steps}"""
+    table = pd.DataFrame(read_file(EVIDENCE / FILES[experiment])).sort_values("step")
+    runs = dict(iter(table.groupby(["arm", "seed"])))
+    return {name: run for name, run in runs.items() if (experiment, *name) not in LEFT_OUT}
 
 
 @cache
@@ -131,14 +128,14 @@ def values_of(arm: str, claim: Claim) -> dict[int, float]:
     return values
 
 
-def metric_at(step: str, run: dict[int, dict], metric: str) -> float:
-    """run: {step: the evaluation there}"""
-    if step != "last":
-        if int(step) not in run:
-            raise UserError(f"{CLAIMS}: a run has no evaluation at step {step}")
-        return run[int(step)][metric]
-    last = [at for at in sorted(run) if at > 0][-LAST:]  # the start is no result
-    return mean(run[at][metric] for at in last)
+def metric_at(step: str, run: pd.DataFrame, metric: str) -> float:
+    """run: one run's evaluations, in the order of their steps"""
+    if step == "last":
+        return end_of(run, [metric])[metric]
+    there = run.loc[run["step"] == int(step), metric]
+    if there.empty:
+        raise UserError(f"{CLAIMS}: a run has no evaluation at step {step}")
+    return there.item()
 
 
 # --- one claim
@@ -178,6 +175,10 @@ def measure(claim: Claim) -> Measured:
     return Measured(by_arm, *difference(values, beside, paired))
 
 
+def measure_claims() -> list[tuple[Claim, Measured]]:
+    return [(claim, measure(claim)) for claim in read_claims()]
+
+
 def verdict(limits: list[Limit], values: dict[str, dict]) -> str:
     """What refutes a claim, after the runs that do. values: {arm: {seed: value}}"""
     text = " or ".join(f"{limit.arm} {limit.side} {limit.value:g}" for limit in limits)
@@ -193,8 +194,7 @@ def verdict(limits: list[Limit], values: dict[str, dict]) -> str:
 # --- showing
 
 
-def row_of(claim: Claim) -> list[str]:
-    measured = measure(claim)
+def row_of(claim: Claim, measured: Measured) -> list[str]:
     # the unit of distinct@k is answers, of entropy nats; the others are shares
     digits = 2 if claim.metric.startswith(("distinct", "entropy")) else 3
     change, low, high = (f"{x:+.{digits}f}" for x in measured[1:])
@@ -214,28 +214,28 @@ def row_of(claim: Claim) -> list[str]:
     ]
 
 
-def table() -> str:
+def table(claims: list[tuple[Claim, Measured]]) -> str:
     head = ["claim", "from", "metric", "means (runs)", "difference", "refuted by a run of"]
-    return markdown(head, *map(row_of, read_claims()))
+    return markdown(head, *(row_of(*claim) for claim in claims))
 
 
-def draw(picture: str) -> None:
+def draw(claims: list[tuple[Claim, Measured]], picture: str) -> None:
     """Draws the differences with their intervals, a panel for each of PANELS; grey where 0 lies
     inside."""
     from matplotlib.figure import Figure  # not pyplot, which would look for a window
 
     figure = Figure(figsize=(6 * len(PANELS), 6.5), layout="constrained")
     for axis, (prefix, title) in zip(figure.subplots(1, len(PANELS)), PANELS.items(), strict=True):
-        claims = [claim for claim in read_claims() if claim.metric.startswith(prefix)]
-        for y, claim in enumerate(claims):
-            _, change, low, high = measured = measure(claim)
+        names = []
+        for claim, measured in claims:
+            if not claim.metric.startswith(prefix):
+                continue
+            y = len(names)
             color = "tab:blue" if measured.decided else "tab:gray"
-            axis.plot([low, high], [y, y], color=color, linewidth=2)
-            axis.plot(change, y, "o", color=color)
+            axis.plot([measured.low, measured.high], [y, y], color=color, linewidth=2)
+            axis.plot(measured.change, y, "o", color=color)
+            names.append(f"{claim.arm} − {claim.beside}, {claim.metric} ({claim.experiment})")
         axis.axvline(0, color="black", linewidth=0.8)
-        names = [
-            f"{claim.arm} − {claim.beside}, {claim.metric} ({claim.experiment})" for claim in claims
-        ]
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.invert_yaxis()  # in the order of the table
         axis.set_title(title)
@@ -249,9 +249,10 @@ def main(argv) -> None:
         raise UserError(f"python -m compare.claims takes --picture, not {' '.join(words)}")
     if own["picture"]:
         prepare_picture(own["picture"])
-    print(table())
+    claims = measure_claims()
+    print(table(claims))
     if own["picture"]:
-        draw(own["picture"])
+        draw(claims, own["picture"])
         print(f"picture: {own['picture']}")
 
 

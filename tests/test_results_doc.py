@@ -7,18 +7,15 @@ import pytest
 
 from common import ROOT
 from compare import frontier, pass_at_k
+from compare.claims import EVIDENCE, FILES, LEFT_OUT
 from tasks import countdown
 
-EVIDENCE = ROOT / "compare" / "evidence"
 PAGE = "docs/results.md"
 COMPLETE = "LOG.md"
 MOVED = "\n## 2026-11-30, tenth sitting: moved here from docs/results.md\n"
 COLUMNS = ["mean", "pass", "distinct", "coverage"]  # in the documents' order
 KS = [1, 4, 16, 64]
-LEFT_OUT_RUNS = [  # after 250 and 450 steps: it says so too
-    ("countdown_convergence.jsonl", "maxent_20", 2),
-    ("countdown_convergence.jsonl", "maxent_spread", 1),
-]
+LEFT_OUT_RUNS = [(FILES[experiment], *run) for experiment, *run in LEFT_OUT]  # it says so too
 
 # a row's name there: its arm in the file
 COUNTDOWN = {
