@@ -177,10 +177,15 @@ def spread(values: pd.Series) -> str:
     return text
 
 
-def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
-    """Means of one run's last evaluations, in the order of their steps."""
+def last_evaluations(run: pd.DataFrame) -> pd.DataFrame:
+    """The last LAST of one run's evaluations, which are in the order of their steps."""
     trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
-    return trained[metrics].tail(LAST).mean()
+    return trained.tail(LAST)
+
+
+def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
+    """Their means."""
+    return last_evaluations(run)[metrics].mean()
 
 
 def row_of_arm(
