@@ -13,10 +13,11 @@ one of them refutes the claim, and the table then says so.
 
 Intervals are of 95% by Student's t: beside "start" over each run's own change, else over the runs
 of both arms, by Welch; bold where 0 lies outside. There is none with a single run, or where no run
-differs from another. They cover the luck of training and of sampling, and assume that runs scatter
-normally. With two or three runs they are wide. They do not cover
+differs from another. They cover the luck of training, and assume that runs scatter normally. With
+two or three runs they are wide. They do not cover
 - the choice of held-out problems, which is the same everywhere,
-- the luck of a start's evaluation where runs share it (.01 of mean@8, .02 of pass@8),
+- the luck of sampling as far as runs share it: evaluations of a task use the same seeds, and runs a
+  start (docs/results.md, "The luck of sampling": up to .05 of pass@8),
 - that runs of two arms may have begun with other starts (compare/evidence/README.md says which).
 They are not corrected for the number of lines: one in twenty misses by chance.
 """
