@@ -177,7 +177,8 @@ def samples(experiment: str) -> dict[tuple, float]:
     runs = read_runs(path)
     if runs[0].samples < 64:  # equal in all
         raise UserError(f"{path} has {runs[0].samples} samples of a problem: pass@64 needs 64")
-    return {(run.arm, run.seed): run_pass_at_k(run, 64) for run in runs}
+    values = {(run.arm, run.seed): run_pass_at_k(run, 64) for run in runs}
+    return {name: value for name, value in values.items() if (experiment, *name) not in LEFT_OUT}
 
 
 def values_of(arm: str, claim: Claim) -> dict[int, float]:
@@ -213,10 +214,13 @@ def metric_at(step: str, run: pd.DataFrame, metric: str, where: str) -> float:
         if counted.empty:
             steps = ", ".join(map(str, run["step"]))
             raise UserError(f"{where} has no evaluation at step {step}, only at {steps}")
+    share = metric.startswith(("mean@", "pass@", "coverage@"))
     for evaluation in counted.to_dict("records"):
         value = evaluation.get(metric)
-        if not isinstance(value, Real) or not isfinite(value):  # a mean would leave it out
-            raise UserError(f"{where} has no number as {metric} at step {evaluation['step']}")
+        # a mean would leave out what is no number
+        if not isinstance(value, Real) or not isfinite(value) or (share and not 0 <= value <= 1):
+            wanted = "share from 0 to 1" if share else "number"
+            raise UserError(f"{where} has no {wanted} as {metric} at step {evaluation['step']}")
     return float(counted[metric].mean())
 
 

@@ -84,10 +84,10 @@ def test_runs_that_do_not_scatter_have_no_interval_and_decide_nothing(
 
 
 def test_each_run_counts_with_its_last_evaluations_or_with_one():
-    run = pd.DataFrame([{"step": step, "mean@8": step / 100} for step in (0, 50, 100, 150, 200)])
-    assert claims.metric_at("last", run, "mean@8", "a") == pytest.approx(1.5)
-    assert claims.metric_at("50", run, "mean@8", "a") == 0.5
-    assert claims.metric_at("last", run[:4], "mean@8", "a") == pytest.approx(1.0)
+    run = pd.DataFrame([{"step": step, "mean@8": step / 1000} for step in (0, 50, 100, 150, 200)])
+    assert claims.metric_at("last", run, "mean@8", "a") == pytest.approx(0.15)
+    assert claims.metric_at("50", run, "mean@8", "a") == 0.05
+    assert claims.metric_at("last", run[:4], "mean@8", "a") == pytest.approx(0.1)
     for few in (1, 3):  # the start is no result, nor are two evaluations a mean of three
         with pytest.raises(UserError, match="a has fewer than 3 evaluations after its start"):
             claims.metric_at("last", run[:few], "mean@8", "a")
@@ -184,7 +184,7 @@ def test_a_limit_that_is_none_is_told(files, limit):
         (CLAIM.replace("D", "Q"), "line 2: experiment 'Q' is none of N, S, "),
         (CLAIM.replace("last", "lats"), "line 2: step 'lats' must be a whole number, or last"),
         (CLAIM.replace("last", "60"), "a, seed 1 has no evaluation at step 60, only at 0, 50, "),
-        (CLAIM.replace("@8", "@9"), "a, seed 1 has no number as mean@9 at step 50"),
+        (CLAIM.replace("@8", "@9"), "a, seed 1 has no share from 0 to 1 as mean@9 at step 50"),
         (CLAIM.replace("mean@8", "pass@64"), "line 2: pass@64 was measured in C, G only"),
         (f"{CLAIM}\nfirst, second,{CLAIM}", "line 3 has 9 cells, not 7: a cell with a comma needs"),
         (CLAIM.removesuffix(",a below 0.1"), "line 2 has 6 cells, not 7"),
@@ -214,10 +214,23 @@ def test_a_table_with_other_columns_is_told(files):
         ({"arm": "a", "seed": 3}, "line 17 must have a text as arm .* not 'a', 3 and None"),
         (evaluation(seed="1", step=200), "line 17 must have a text as arm .* not 'a', '1' and 200"),
         (evaluation(step=150), "lines 4 and 17 are both of a, seed 1, step 150: delete one"),
-        (evaluation(step=200, mean=None), "a, seed 1 has no number as mean@8 at step 200"),
-        (evaluation(step=200, mean=float("nan")), "a, seed 1 has no number as mean@8 at step 200"),
-        (evaluation(step=200, mean="0.5"), "a, seed 1 has no number as mean@8 at step 200"),
-        ({"arm": "a", "seed": 1, "step": 200}, "a, seed 1 has no number as mean@8 at step 200"),
+        (
+            evaluation(step=200, mean=None),
+            "a, seed 1 has no share from 0 to 1 as mean@8 at step 200",
+        ),
+        (
+            evaluation(step=200, mean=float("nan")),
+            "a, seed 1 has no share from 0 to 1 as mean@8 at step 200",
+        ),
+        (evaluation(step=200, mean=50), "a, seed 1 has no share from 0 to 1 as mean@8 at step 200"),
+        (
+            evaluation(step=200, mean="0.5"),
+            "a, seed 1 has no share from 0 to 1 as mean@8 at step 200",
+        ),
+        (
+            {"arm": "a", "seed": 1, "step": 200},
+            "a, seed 1 has no share from 0 to 1 as mean@8 at step 200",
+        ),
     ],
 )
 def test_an_evaluation_that_would_be_left_out_or_count_twice_is_told(files, wrong, said):
@@ -256,6 +269,19 @@ def test_samples_of_a_start_are_told(files, change):
     files(CLAIM.replace("D,", "G,").replace("mean@8", "pass@64").replace(*change))
     with pytest.raises(UserError, match="line 2: pass@64 is of last checkpoints only"):
         claims.measure_claims()
+
+
+def test_samples_of_a_run_that_is_left_out_are_left_out_too(files, monkeypatch):
+    files(CLAIM.replace("D,", "G,").replace("mean@8", "pass@64"))
+    counts = [
+        {"arm": arm, "seed": seed, "samples": 64, "problems": {"0": seed, "5": 4 - seed}}
+        for arm in ("a", "b")
+        for seed in (1, 2, 3)
+    ]
+    (claims.EVIDENCE / claims.SAMPLED["G"]).write_text("\n".join(map(json.dumps, counts)))
+    monkeypatch.setattr(claims, "LEFT_OUT", [("G", "a", 2)])
+    ((_, measured),) = claims.measure_claims()
+    assert measured.values == {"a": {1: 0.75, 3: 0.25}, "b": {1: 0.75, 2: 0.5, 3: 0.25}}
 
 
 def test_too_few_samples_for_pass_at_64_are_told(files):
