@@ -312,6 +312,9 @@ def test_the_luck_of_sampling():
     assert f"at {mean['start']:.3f} by".replace("0.", ".") in text
     assert f"loses {mean['start'] - mean['maxrl']:.3f} of".replace("0.", ".") in text
     assert f"gains {mean['maxent_20'] - mean['start']:.3f} instead".replace("0.", ".") in text
+    ends = [run["pass"].tail(3).mean() for run in evaluated["maxent_cosine"]]
+    lower = sum(ends) / len(ends) - mean["maxent_cosine"]
+    assert f"ends are {lower:.3f} lower".replace("0.", ".") in text
     pairs = [("maxent_cosine", "maxrl_cosine"), ("maxent_20", "maxrl")]
     for arm, other in pairs:
         one, two = (dict(enumerate(by_64[name])) for name in (arm, other))
