@@ -107,6 +107,8 @@ def claim_from(row: list[str], where: str) -> Claim:
     claim = Claim(*cells, read_limits(refuted_by, where))
     if claim.experiment not in FILES:
         raise UserError(f"{where}: experiment {claim.experiment!r} is none of {', '.join(FILES)}")
+    if claim.arm == claim.beside:
+        raise UserError(f"{where} compares {claim.arm} with itself")
     if claim.step != "last" and not claim.step.isdecimal():
         raise UserError(f"{where}: step {claim.step!r} must be a whole number, or last")
     if claim.metric == "pass@64" and (claim.step != "last" or claim.beside == "start"):

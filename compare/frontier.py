@@ -59,6 +59,8 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
         try:
             line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
             line["step"] = int(record["step"])
+            if any(line[key] != record[key] for key in ("seed", "step")):  # 1.5, or a text
+                raise ValueError
             line["seconds"] = number(record.get("seconds"))
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
             if not all(0 <= line[metric] <= 1 for metric in NEEDED):

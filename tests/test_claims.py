@@ -181,6 +181,7 @@ def test_a_limit_that_is_none_is_told(files, limit):
     [
         (CLAIM.replace("b,a", "b,c"), "line 2: the limit is about c, the claim about a and b"),
         (CLAIM.replace("b,a", "bb,a"), "no runs of arm 'bb' in .*demo.jsonl, whose arms are a, b"),
+        (CLAIM.replace("b,a", "a,a"), "line 2 compares a with itself"),
         (CLAIM.replace("D", "Q"), "line 2: experiment 'Q' is none of N, S, "),
         (CLAIM.replace("last", "lats"), "line 2: step 'lats' must be a whole number, or last"),
         (CLAIM.replace("last", "60"), "a, seed 1 has no evaluation at step 60, only at 0, 50, "),

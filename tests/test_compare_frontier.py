@@ -162,6 +162,9 @@ def test_the_start_is_the_first_step_whatever_the_order_of_the_lines(tmp_path):
         (json.dumps(line(0, 0.5, math.nan)), "no shares from 0 to 1"),
         (json.dumps(line(math.inf, 0.5, 0.5)), "another --k"),
         (json.dumps(line(0, 0.5, 0.5) | {"seed": [1]}), "another --k"),
+        # cut to 1, it would be a part of the run with seed 1
+        (json.dumps(line(0, 0.5, 0.5) | {"seed": 1.5}), "another --k"),
+        (json.dumps(line(0.5, 0.5, 0.5)), "another --k"),
         (json.dumps(line(0, None, 0.5)), "another --k"),
     ],
 )
