@@ -59,6 +59,8 @@ def table_from(records: list[dict], source: Path, k: int) -> pd.DataFrame:
         try:
             line = {"arm": str(record["arm"]), "seed": int(record["seed"])}
             line["step"] = int(record["step"])
+            if any(line[key] != record[key] for key in ("seed", "step")):  # 1.5, or a text
+                raise ValueError
             line["seconds"] = number(record.get("seconds"))
             line |= {metric: float(record[f"{metric}@{k}"]) for metric in NEEDED}
             if not all(0 <= line[metric] <= 1 for metric in NEEDED):
@@ -177,10 +179,15 @@ def spread(values: pd.Series) -> str:
     return text
 
 
-def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
-    """Means of one run's last evaluations, in the order of their steps."""
+def last_evaluations(run: pd.DataFrame) -> pd.DataFrame:
+    """The last LAST of one run's evaluations, which are in the order of their steps."""
     trained = run[run["step"] > 0] if len(run) > 1 else run  # the start is no result
-    return trained[metrics].tail(LAST).mean()
+    return trained.tail(LAST)
+
+
+def end_of(run: pd.DataFrame, metrics: list[str]) -> pd.Series:
+    """Their means."""
+    return last_evaluations(run)[metrics].mean()
 
 
 def row_of_arm(

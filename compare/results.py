@@ -58,13 +58,17 @@ def only_source(words: list[str], takes: str) -> Path:
 
 def read_objects(path: Path) -> list[dict]:
     """The objects in a file of JSON lines. OSError or ValueError if it is damaged."""
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except RecursionError:
-        raise ValueError("a line is nested too deep") from None
-    if not all(isinstance(line, dict) for line in lines):
-        raise ValueError("a line is no object")
-    return lines
+    objects = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            objects.append(json.loads(line))
+        except RecursionError:
+            raise ValueError(f"line {number} is nested too deep") from None
+        except ValueError:
+            raise ValueError(f"line {number} is not JSON: {line[:80]!r}") from None
+        if not isinstance(objects[-1], dict):
+            raise ValueError(f"line {number} is no object")
+    return objects
 
 
 def write_lines(path: str, records: list[dict]) -> None:

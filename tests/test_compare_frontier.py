@@ -155,13 +155,16 @@ def test_the_start_is_the_first_step_whatever_the_order_of_the_lines(tmp_path):
         ("{", "can not be read"),
         (json.dumps(line(0, "much", 0.5)), "much.* lacks arm, seed, step or one of mean@8, pass@8"),
         (json.dumps({"mean@8": 0.5, "pass@8": 0.5}), "lacks arm, seed, step"),
-        ("[1, 2]", "a line is no object"),
+        ("[1, 2]", "line 1 is no object"),
         ("[" * 100_000, "nested too deep"),
         (json.dumps({"arm": "a", "seed": 1, "step": 0, "mean@4": 0.5}), "another --k"),
         (json.dumps(line(0, 0.5, 50)), "no shares from 0 to 1"),
         (json.dumps(line(0, 0.5, math.nan)), "no shares from 0 to 1"),
         (json.dumps(line(math.inf, 0.5, 0.5)), "another --k"),
         (json.dumps(line(0, 0.5, 0.5) | {"seed": [1]}), "another --k"),
+        # cut to 1, it would be a part of the run with seed 1
+        (json.dumps(line(0, 0.5, 0.5) | {"seed": 1.5}), "another --k"),
+        (json.dumps(line(0.5, 0.5, 0.5)), "another --k"),
         (json.dumps(line(0, None, 0.5)), "another --k"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from common import ROOT
 from compare import frontier, pass_at_k
-from compare.claims import EVIDENCE, FILES, LEFT_OUT
+from compare.claims import EVIDENCE, FILES, LEFT_OUT, difference
 from tasks import countdown
 
 PAGE = "docs/results.md"
@@ -286,6 +286,40 @@ def test_table_of_other_objectives_on_graph_colouring():
             figures = [frontier.end_of(run, COLUMNS) for run in runs[arm]]
         for cell, column in zip(cells, COLUMNS, strict=True):
             assert_says(cell, [of_run[column] for of_run in figures], f"{name}, {column}@8")
+
+
+def test_the_luck_of_sampling():
+    """What the page says of evaluations of 8 samples beside 64 of the same checkpoints."""
+    text = (ROOT / PAGE).read_text().partition("### The luck of sampling\n")[2]
+    text = " ".join(text.partition("\n## ")[0].split())
+    gap = {}  # by task: the last evaluations' pass@8 minus that of 64 samples
+    for task in ("countdown", "graph_coloring"):
+        evaluated = runs_of(f"{task}_convergence.jsonl")
+        by_64 = {}
+        gaps = []
+        for arm, sampled in samples_of(f"{task}_k64.jsonl").items():
+            by_64[arm] = [pass_at_k.run_pass_at_k(run, 8) for run in sampled]
+            runs = {
+                run["seed"].iloc[0]: run for run in evaluated.get(arm.removesuffix("_1500"), [])
+            }
+            for run, value in zip(sampled, by_64[arm], strict=True):
+                if run.seed in runs:  # the start's is 0
+                    gaps.append(runs[run.seed]["pass"].iloc[-1] - value)
+        gap[task] = sum(gaps) / len(gaps)
+    assert abs(gap["countdown"]) < 0.005 and "right on average on Countdown" in text
+    assert f"{gap['graph_coloring']:.2f} too high"[1:] in text
+    mean = {arm: sum(values) / len(values) for arm, values in by_64.items()}  # graph colouring's
+    assert f"at {mean['start']:.3f} by".replace("0.", ".") in text
+    assert f"loses {mean['start'] - mean['maxrl']:.3f} of".replace("0.", ".") in text
+    assert f"gains {mean['maxent_20'] - mean['start']:.3f} instead".replace("0.", ".") in text
+    ends = [run["pass"].tail(3).mean() for run in evaluated["maxent_cosine"]]
+    lower = sum(ends) / len(ends) - mean["maxent_cosine"]
+    assert f"ends are {lower:.3f} lower".replace("0.", ".") in text
+    pairs = [("maxent_cosine", "maxrl_cosine"), ("maxent_20", "maxrl")]
+    for arm, other in pairs:
+        one, two = (dict(enumerate(by_64[name])) for name in (arm, other))
+        change, low, high = (f"{x:.3f}"[1:] for x in difference(one, two, paired=False))
+        assert f"{change} ({low} to {high})" in text
 
 
 @pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
