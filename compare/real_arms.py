@@ -9,6 +9,10 @@ maxrl = {"objective": "maxrl"}
 maxrl_slow = {"objective": "maxrl", "learning_rate": 2.5e-6}
 # maxent's weights without p, the policy's own share of the group
 maxent_pg = {"objective": "maxent", "maxent_loss": "policy_gradient"}
+# the same with p sharper or flatter: its scores are multiplied by this
+maxent_scale_double = {"objective": "maxent", "maxent_score_scale": 2.0}
+maxent_scale_half = {"objective": "maxent", "maxent_score_scale": 0.5}
+maxent_scale_quarter = {"objective": "maxent", "maxent_score_scale": 0.25}
 # groups whose answers are all right are evened out too
 maxent_right_too = {"objective": "maxent", "maxent_skip_equal_groups": "wrong"}
 # rows below their group's mean are pushed down at least as hard as by a policy gradient
