@@ -731,7 +731,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     loaded_rows = data.all_rows([*pools, easy])  # evaluation prompts are still among them
     check_prompts(loaded_rows, files)
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], loaded_rows)
-    scoring.check_answers(functions, loaded_rows, data.names(c), c)
+    scoring.check_answers(functions, loaded_rows, data.source_names(c), c)
     warn_without_modes(loaded_rows, c)
 
     eval_rows = checked_eval_rows(c, files) if holds_out_rows(c) else []
