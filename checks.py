@@ -432,9 +432,12 @@ def keyed_sources(c: dict):
         yield key, entries(c, key)
 
 
+PATH_KEYS = ("output_dir", "model", "resume_from_checkpoint", "weight_sync")
+
+
 def paths(c: dict):
     """(key, value) of every key that may hold a path."""
-    for key in ("output_dir", "model", "resume_from_checkpoint", "weight_sync"):
+    for key in PATH_KEYS:
         yield key, c[key]
     for key, source in keyed_sources(c):
         yield f"{key}.name", source["name"]
@@ -592,7 +595,7 @@ def value_claims(c: dict):
     yield (c["output_dir"].strip() != "", f"output_dir={c['output_dir']!r} is empty")
     for key, path in paths(c):
         yield (not path.startswith("~"), f"{key}={path!r}: {TILDE}")
-    for key in ("output_dir", "model", "weight_sync", "resume_from_checkpoint"):
+    for key in PATH_KEYS:
         yield (
             # DeepSpeed would fail only when the run is resumed
             not set(c[key]) & set("*?["),
