@@ -894,8 +894,7 @@ def device_memory() -> int:
     """Bytes of a rank's GPU memory; without a GPU, of its share of the main memory."""
     if not torch.cuda.is_available():
         return rank_memory()
-    local_rank = from_launcher("LOCAL_RANK", 0)
-    return torch.cuda.get_device_properties(local_rank).total_memory
+    return rollout.device_bytes(from_launcher("LOCAL_RANK", 0))
 
 
 def on_device(table: dict) -> float:
