@@ -84,7 +84,6 @@ from journal import (
     run_header,
 )
 from policy import (
-    CHUNK,
     Policy,
     WithoutAdapters,
     add_adapters,
@@ -201,7 +200,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
             say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
         classes = seed_classes(c)
     # the first temperature only: set_temperature() follows the schedule
-    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, classes, c["pack_sequences"])
+    temperature = scheduled(c["temperature"], 0)
+    return Policy(lm, temperature, seed_classes=classes, pack=c["pack_sequences"])
 
 
 def load_policy(c: dict, device):
