@@ -121,8 +121,6 @@ TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a sav
 # checkpoint is pushed, then that checkpoint's own. During the first the other ranks wait for rank 0
 # in a collective, so this must stay below common.DEADLINE.
 UPLOAD_SECONDS = 3600.0
-
-
 # How many steps in a row, up to now, had a skipped update, or only groups of equal rewards.
 NO_STREAKS = {"skipped": 0, "equal": 0}
 

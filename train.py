@@ -817,7 +817,7 @@ def train(run: Run) -> None:
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
-            # the only key of the targets that may follow a schedule
+            # of the keys that group_targets reads, only this may be {step: value}
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)
