@@ -121,8 +121,6 @@ TRIAL_BYTES = 2**24  # written at the start of a run, to estimate how long a sav
 # checkpoint is pushed, then that checkpoint's own. During the first the other ranks wait for rank 0
 # in a collective, so this must stay below common.DEADLINE.
 UPLOAD_SECONDS = 3600.0
-
-
 # How many steps in a row, up to now, had a skipped update, or only groups of equal rewards.
 NO_STREAKS = {"skipped": 0, "equal": 0}
 
@@ -323,7 +321,7 @@ def strings_in(value) -> Iterator[str]:
 # --- the checkpoints of a run folder
 
 
-def steps_of(folder) -> list[Path]:
+def checkpoints_in(folder) -> list[Path]:
     """Finished checkpoints, oldest first. Symbolic links are skipped, because their targets may
     belong to somebody else: they are never `latest` and never deleted. resume_from_checkpoint may
     still name one."""
@@ -345,7 +343,7 @@ def latest(folder, check=verify, silent: bool = False) -> Path | None:
     links = [path for path in sorted(Path(folder).glob("step_*")) if path.is_symlink()]
     problems = [f"{path} is a symbolic link" for path in links]
     newest = None
-    for path in reversed(steps_of(folder)):
+    for path in reversed(checkpoints_in(folder)):
         problem = check(path)
         if not problem:
             newest = path
@@ -362,7 +360,7 @@ def prune(folder: Path, limit: int, keep_every: int = 0) -> None:
     deletes none; keep_every=0 keeps only the newest."""
     if limit == 0:
         return
-    for path in steps_of(folder)[:-limit]:
+    for path in checkpoints_in(folder)[:-limit]:
         if keep_every == 0 or number_of(path) % keep_every:
             # renamed first: if deletion stops halfway, no partial checkpoint is left under its name
             discard(path, aside=free_name(path, ".old"))
@@ -400,7 +398,7 @@ def set_aside(folder: Path, step: int, resumed: str = "latest") -> list[Path]:
     `step` itself is renamed too if the run resumes from another one of that step, such as
     step_N.abandoned. Returns the new paths."""
     moved = []
-    for path in steps_of(folder):
+    for path in checkpoints_in(folder):
         is_source = resumed == "latest" or path.resolve() == Path(resumed).resolve()
         if number_of(path) > step or (number_of(path) == step and not is_source):
             moved.append(path.rename(free_name(path, ".abandoned")))
@@ -563,7 +561,7 @@ def not_written(path: Path, error: Exception, cure: str) -> str:
 
 def how_to_go_on(folder: Path) -> str:
     """The end of a sentence about a run that has ended too early."""
-    saved = steps_of(folder)
+    saved = checkpoints_in(folder)
     if not saved:
         return (
             "no checkpoint had been saved (save_steps): start again with "
@@ -670,7 +668,7 @@ def asked_for(c: dict, check=verify_sizes, silent: bool = True) -> Path | None:
 
 def taken_for_checkpoint(folder: Path) -> str:
     """A sentence that says what to name instead of a run's folder; "" if `folder` is not one."""
-    checkpoints = steps_of(folder)
+    checkpoints = checkpoints_in(folder)
     if not checkpoints:
         return ""
     return f"this is the folder of a run: name a checkpoint in it, such as {checkpoints[-1]}"
@@ -678,7 +676,7 @@ def taken_for_checkpoint(folder: Path) -> str:
 
 def check_steps(path: Path, c: dict, least: int) -> None:
     """UserError if fewer than `least` steps are left after a checkpoint."""
-    step = steps_in(path)
+    step = steps_done(path)
     if c["max_steps"] - step < least:
         raise UserError(
             f"{path} has {step} steps done, and max_steps={c['max_steps']}: set a larger max_steps "
@@ -686,7 +684,7 @@ def check_steps(path: Path, c: dict, least: int) -> None:
         )
 
 
-def steps_in(path: Path) -> int:
+def steps_done(path: Path) -> int:
     """Finished steps of a checkpoint, read from its file because the folder may have any name. 0 if
     that file is damaged: find() reports it."""
     try:

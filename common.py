@@ -67,6 +67,8 @@ NCCL_FAULTS = (
     "ncclInvalidUsage",
 )
 
+# --- errors, and how a script ends
+
 
 class UserError(ValueError):
     """Something the user can put right. Scripts print it as one sentence and exit with status 2."""
@@ -280,7 +282,7 @@ def script(work, *arguments):
         die(connection_lost(error), 1)
 
 
-# --- config
+# --- a config file
 
 
 def read_config_file(path) -> dict:
@@ -356,6 +358,9 @@ def parse(parser, source, where: str):
 def source_of(node, text: str) -> str:
     """The beginning of a node's source text. Not ast.unparse: it fails on deep nesting."""
     return quoted(ast.get_source_segment(text, node) or "", 60)
+
+
+# --- keys and values
 
 
 def check_literal(value, where: str, depth: int = 0) -> None:
@@ -558,6 +563,9 @@ def coerce(value, default, where: str):
     return value
 
 
+# --- the command line
+
+
 def read_flag(argument: str, defaults: dict) -> tuple:
     """The name and the value of one --key=value. Strings need no quotes, not even in lists; true
     and false need no capital letter. A flag without a value is True."""
@@ -717,6 +725,9 @@ def load_config(argv) -> dict:
     return config
 
 
+# --- a config that has been read
+
+
 def check_config(c: dict) -> None:
     """UserError with the sentence of the first claim in checks.py that does not hold."""
     for holds, sentence in checks.claims(c):
@@ -729,6 +740,19 @@ def with_tau(c: dict, vocabulary: int) -> dict:
     if c["maxent_tau"] != -1:
         return c
     return {**c, "maxent_tau": checks.default_tau(c, vocabulary)}
+
+
+def scheduled(value, step: int) -> float:
+    """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
+    these points, flat before the first and after the last."""
+    if not isinstance(value, dict):
+        return value
+    before = max((s for s in value if s <= step), default=min(value))
+    after = min((s for s in value if s >= step), default=max(value))
+    if before >= after:  # on a point, or before the first or after the last
+        return value[before]
+    done = (step - before) / (after - before)
+    return (1 - done) * value[before] + done * value[after]
 
 
 def check_ranks(c: dict, ranks: int) -> None:
@@ -750,6 +774,9 @@ def check_tensor_parallel(c: dict, ranks: int) -> None:
         raise UserError(
             f"vllm_options.tensor_parallel_size={size} must divide the number of ranks, {ranks}"
         )
+
+
+# --- paths and files
 
 
 def check_lengths(path: Path, where: str) -> None:
@@ -862,19 +889,6 @@ def near_path(path: str) -> str:
         return ""
     near = difflib.get_close_matches(name, os.listdir(folder), n=1)
     return f"; did you mean {os.path.join(folder, near[0])!r}?" if near else ""
-
-
-def scheduled(value, step: int) -> float:
-    """The value of a setting at `step`. A number is constant; {step: value} is interpolated between
-    these points, flat before the first and after the last."""
-    if not isinstance(value, dict):
-        return value
-    before = max((s for s in value if s <= step), default=min(value))
-    after = min((s for s in value if s >= step), default=max(value))
-    if before >= after:  # on a point, or before the first or after the last
-        return value[before]
-    done = (step - before) / (after - before)
-    return (1 - done) * value[before] + done * value[after]
 
 
 # --- what a command prints

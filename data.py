@@ -710,7 +710,7 @@ def easy_rows(c: dict, tokenizer) -> list[dict]:
     return encode_prompts(rows, tokenizer, c, seeds=True)
 
 
-def names(c: dict) -> str:
+def source_names(c: dict) -> str:
     """The names of the training sources, joined for a sentence."""
     return ", ".join(source["name"] for source in sources(c))
 

@@ -59,7 +59,7 @@ OF_TORCHRUN = {
 class Exam(NamedTuple):
     """What this file and generate.py need: a sampler, the problems, and what scores answers."""
 
-    sampler: object  # the rollout engine: an instance of one of rollout.ENGINES
+    sampler: object  # the rollout engine, a rollout.Engine
     tokenizer: object
     stop_ids: list[int]  # the tokens that end a completion
     rows: list[dict]  # the problems of all ranks

@@ -32,8 +32,8 @@ from stream import Replay, step_rows
 # When Symptoms warns:
 EQUAL_STEPS = 5  # after this many steps in a row in which no group taught anything
 ENTROPY_STEPS = 16  # the entropy of a run is followed by its mean over so many steps
-# how far it may rise above its lowest. Of 279 runs in compare/evidence/ 23 went further, by both,
-# and 20 of these came apart
+# how far it may rise above its lowest. Of 279 runs 23 went further, by both, and 20 of these
+# came apart (LOG.md, 2026-11-30)
 ENTROPY_RISE = 2.0  # times
 ENTROPY_NATS = 0.5  # nats per token
 CUT_STEPS = 5  # after this many in a row in which more than CUT_SHARE of completions were cut off

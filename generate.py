@@ -216,7 +216,7 @@ def write(c: dict, own: dict, path: Path) -> None:
     rows = rows[: own["max_prompts"] or len(rows)]  # 0: all of them
     check_prompts(rows, files)
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], rows)
-    scoring.check_answers(functions, rows, data.names(c), c)
+    scoring.check_answers(functions, rows, data.source_names(c), c)
 
     world = start_distributed()
     hashes = {"hash of the prompts": prompts_hash(rows), "hash of the answers": answers_hash(rows)}

@@ -713,12 +713,14 @@ def agree_on_plan(batch: dict, unit_size: int, c: dict, rests=None) -> MicroBatc
     splits = any(len(unit.rows) < unit_size for units in resting + learning for unit in units)
     local = torch.tensor([splits, len(resting), len(learning)])
     any_splits, most_resting, most_learning = across_ranks(local, dist.ReduceOp.MAX).tolist()
-    if not any_splits:
-        return stretch(resting, learning, most_resting, max(1, most_learning))
-    # if one rank splits a group, all take rows as units, so that each can make equally many
-    # micro-batches
-    plan = stretch(in_rows(resting), in_rows(learning), most_resting, max(1, most_learning))
-    return plan._replace(split=split_rows(plan.micro_batches, unit_size))
+    if any_splits:
+        # if one rank splits a group, all take rows as units, so that each can make equally many
+        # micro-batches
+        resting, learning = in_rows(resting), in_rows(learning)
+    plan = stretch(resting, learning, most_resting, max(1, most_learning))
+    if any_splits:
+        plan = plan._replace(split=split_rows(plan.micro_batches, unit_size))
+    return plan
 
 
 def fill_micro_batches(batch: dict, budget: int, unit_size: int, pack: bool, rests) -> tuple:

@@ -72,8 +72,10 @@ class Varlen(NamedTuple):
 
 
 class Packed(NamedTuple):
+    """The M tokens as one long row, and how attention works on its segments."""
+
     ids: Tensor  # (1, M)
-    positions: Tensor  # (1, M)
+    positions: Tensor  # (1, M) of each token in its own row
     longest: int  # tokens of the longest row
     blocks: list[Block]
     varlen: Varlen | None  # used instead of blocks

@@ -1,7 +1,7 @@
 """The policy: a language model whose forward returns log-probs of completions; its optimizer, its
 weights by name, its adapters.
 
-    policy = Policy(lm, temperature=1.0, chunk=CHUNK)
+    policy = Policy(lm, temperature=1.0)
     logps, entropy = policy(ids, prompt_lengths, lengths)       # (n, T) each
 
 n rows with k completion tokens in all; T tokens of the longest completion, W of the longest row
@@ -50,7 +50,7 @@ class Policy(torch.nn.Module):
     logits. seed_classes: of InfoSeed's linear head, 0 for none; pack: see packing.py."""
 
     def __init__(
-        self, lm, temperature: float, chunk: int, seed_classes: int = 0, pack: bool = True
+        self, lm, temperature: float, chunk: int = CHUNK, seed_classes: int = 0, pack: bool = True
     ):
         super().__init__()
         self.lm = lm

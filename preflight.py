@@ -629,8 +629,12 @@ def try_formula(c: dict) -> None:
     finite advantage, both in a group of equal rewards and in one of unequal rewards. Of a branch
     of learner.row_advantages only its absence is told."""
     name = OBJECTIVES[c["objective"]].advantage
+    G = c["num_generations"]
+    rewards = torch.zeros(2, G)
+    rewards[1, 0] = 1.0
+    k = round(scheduled(c["pkpo_k"], 0))
     if name == "own":
-        try_branch(c)
+        try_branch(rewards, c | {"pkpo_k": k})
         return
     if name not in ADVANTAGES:
         raise UserError(
@@ -638,12 +642,9 @@ def try_formula(c: dict) -> None:
             f'has only {", ".join(ADVANTAGES)}: its formula is missing there ("own" is for a '
             f"branch in learner.row_advantages)"
         )
-    G = c["num_generations"]
-    rewards = torch.zeros(2, G)
-    rewards[1, 0] = 1.0
     tried = f"loss.ADVANTAGES[{name!r}], tried on groups of {G} rewards, all 0 and one of them 1,"
     try:
-        advantages = ADVANTAGES[name](rewards, scale_of(c), round(scheduled(c["pkpo_k"], 0)))
+        advantages = ADVANTAGES[name](rewards, scale_of(c), k)
     except Exception as error:  # a user's formula may raise anything
         raise UserError(
             f"{tried} fails with {error_text(error)}; it gets (rewards, scale, k)"
@@ -658,14 +659,11 @@ def try_formula(c: dict) -> None:
         )
 
 
-def try_branch(c: dict) -> None:
+def try_branch(rewards, c: dict) -> None:
     """UserError if learner.row_advantages has no branch for the objective."""
-    G = c["num_generations"]
-    rewards = torch.zeros(2, G)
-    lengths = torch.ones(2, G)
+    measured = learner.GroupMeasures(rewards, rewards, lengths=torch.ones_like(rewards))
     try:
-        measured = learner.GroupMeasures(rewards, rewards, lengths)
-        learner.row_advantages(measured, c | {"pkpo_k": round(scheduled(c["pkpo_k"], 0))})
+        learner.row_advantages(measured, c)
     except UserError:
         raise
     except Exception:  # there is a branch, and it may need what only a run measures
@@ -733,7 +731,7 @@ def load_inputs(c: dict, ranks: int, dry_run: bool = False) -> Inputs:
     loaded_rows = data.all_rows([*pools, easy])  # evaluation prompts are still among them
     check_prompts(loaded_rows, files)
     functions = rewards.reward_functions(c["reward_funcs"], c["reward_weights"], loaded_rows)
-    scoring.check_answers(functions, loaded_rows, data.names(c), c)
+    scoring.check_answers(functions, loaded_rows, data.source_names(c), c)
     warn_without_modes(loaded_rows, c)
 
     eval_rows = checked_eval_rows(c, files) if holds_out_rows(c) else []
@@ -896,8 +894,7 @@ def device_memory() -> int:
     """Bytes of a rank's GPU memory; without a GPU, of its share of the main memory."""
     if not torch.cuda.is_available():
         return rank_memory()
-    local_rank = from_launcher("LOCAL_RANK", 0)
-    return torch.cuda.get_device_properties(local_rank).total_memory
+    return rollout.device_bytes(from_launcher("LOCAL_RANK", 0))
 
 
 def on_device(table: dict) -> float:

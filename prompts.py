@@ -141,6 +141,9 @@ def with_uncut(row: dict) -> list[dict]:
     return [row, row | {"prompt": row["uncut_prompt"]}]
 
 
+# --- whether two processes, or two launches, have the same rows
+
+
 def prompts_hash(rows: list[dict]) -> str:
     """A hash of the rows' prompts, as the model gets them, and of their order. It shows a resumed
     run that its data have changed, and ranks that theirs differ."""

@@ -500,7 +500,7 @@ def cache_refused(settings: dict, reason: str) -> str:
     )
 
 
-def device_bytes(device: torch.device) -> int:
+def device_bytes(device: torch.device | int) -> int:
     """Total memory of a GPU."""
     return torch.cuda.get_device_properties(device).total_memory
 

@@ -35,7 +35,7 @@ import rollout
 from checkpoint import stops_if_unwritten
 from common import RunStopped, UserError, progress, quoted, say_on_rank_0
 from journal import hold_folder, is_empty
-from policy import CHUNK, Policy, make_trainable, set_stop_tokens
+from policy import Policy, make_trainable, set_stop_tokens
 from preflight import check_context, check_savable, eval_rows_of, load_checked_files
 from prompts import (
     check_known,
@@ -310,7 +310,7 @@ def train(c: dict, own: dict, lm, tokenizer, groups: list, trained: set[str] | N
     check_alike(c | own | {"hash of the demonstrations": demonstrations_hash})
     device = world.device
     # temperature 1: the demonstrations were not sampled at the config's temperature
-    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, CHUNK, pack=c["pack_sequences"]))
+    policy = DistributedDataParallel(Policy(lm.to(device), 1.0, pack=c["pack_sequences"]))
     if world.rank == 0:
         millions = sum(p.numel() for p in lm.parameters()) / 1e6
         first = groups[0][0][0]

@@ -84,7 +84,6 @@ from journal import (
     run_header,
 )
 from policy import (
-    CHUNK,
     Policy,
     WithoutAdapters,
     add_adapters,
@@ -201,7 +200,8 @@ def load_lm(c: dict, trains: bool, device) -> Policy:
             say_on_rank_0(add_adapters(lm, c["lora_rank"], base=c["model"]))
         classes = seed_classes(c)
     # the first temperature only: set_temperature() follows the schedule
-    return Policy(lm, scheduled(c["temperature"], 0), CHUNK, classes, c["pack_sequences"])
+    temperature = scheduled(c["temperature"], 0)
+    return Policy(lm, temperature, seed_classes=classes, pack=c["pack_sequences"])
 
 
 def load_policy(c: dict, device):
@@ -817,7 +817,7 @@ def train(run: Run) -> None:
             measured = learner.measure_groups(  # sets batch["ref_logps"]
                 run.engine, run.reference, batch, collected, seeds.rewards, c
             )
-            # the only key of the targets that may follow a schedule
+            # of the keys that group_targets reads, only this may be {step: value}
             at_step = c | {"pkpo_k": round(scheduled(c["pkpo_k"], run.step))}
             tau, beta = run.controller_state["tau"], run.controller_state["beta"]
             targets = learner.group_targets(measured, tau, beta, at_step)

@@ -236,7 +236,7 @@ def check_evaluation(run: dict) -> None:
     """UserError if a finished run was evaluated under another number of seeds than is asked for,
     or if its training ended before last_step(), as with another --patience."""
     # not latest(), which reads a whole checkpoint; there is none if somebody has tidied up
-    saved = checkpoint.steps_of(run["folder"])
+    saved = checkpoint.checkpoints_in(run["folder"])
     if saved and checkpoint.number_of(saved[-1]) < last_step(run):
         raise UserError(
             f"{run['folder']} ended at step {checkpoint.number_of(saved[-1])}, before step "
@@ -256,7 +256,7 @@ def take_own_evaluation(run: dict) -> bool:
     """Whether train.py has already evaluated a finished run's last checkpoint as is asked for
     here, under one seed. If so, that becomes the run's eval.jsonl, because evaluate.py would sample
     the same answers."""
-    last = checkpoint.steps_of(run["folder"])[-1].name
+    last = checkpoint.checkpoints_in(run["folder"])[-1].name
     evaluation = run["folder"] / "evaluations" / f"{last}.jsonl"
     if run["eval_seeds"] > 1 or not evaluation.exists():
         return False

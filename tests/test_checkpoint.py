@@ -592,9 +592,9 @@ def test_the_newest_and_every_nth_are_kept(tmp_path):
     for step in range(10, 100, 10):
         (tmp_path / f"step_{step:06d}").mkdir()
     checkpoint.prune(tmp_path, 2, keep_every=30)
-    assert [int(p.name[5:]) for p in checkpoint.steps_of(tmp_path)] == [30, 60, 80, 90]
+    assert [int(p.name[5:]) for p in checkpoint.checkpoints_in(tmp_path)] == [30, 60, 80, 90]
     checkpoint.prune(tmp_path, 0)
-    assert len(checkpoint.steps_of(tmp_path)) == 4
+    assert len(checkpoint.checkpoints_in(tmp_path)) == 4
 
 
 def test_the_report_names_size_frequency_and_place(tmp_path):
@@ -612,4 +612,4 @@ def test_the_report_names_size_frequency_and_place(tmp_path):
 def test_a_save_keeps_what_the_config_says(alone, tiny_model_dir, tmp_path):
     for step in range(1, 6):
         save(tmp_path, step, FakeEngine(tiny_model_dir), save_total_limit=1, keep_every=3)
-    assert names(checkpoint.steps_of(tmp_path)) == ["step_000003", "step_000005"]
+    assert names(checkpoint.checkpoints_in(tmp_path)) == ["step_000003", "step_000005"]

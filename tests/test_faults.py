@@ -93,7 +93,7 @@ def test_a_disk_that_fills_up_in_a_save_stops_the_run_and_with_room_again_it_goe
     assert any((folder / "step_000003.tmp").rglob("*"))  # it had begun
     assert not (folder / "done").exists()
     assert checkpoint.latest(folder).name == "step_000002"
-    for path in checkpoint.steps_of(folder):
+    for path in checkpoint.checkpoints_in(folder):
         assert checkpoint.verify(path) == ""
 
     subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)

@@ -170,7 +170,7 @@ def test_a_file_stop_ends_a_run_after_a_save_and_the_next_start_removes_it(
     flags = {"max_steps": 400, "save_steps": 0}
     status, words = in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
     assert status == 0, words
-    (last,) = checkpoint.steps_of(folder)
+    (last,) = checkpoint.checkpoints_in(folder)
     assert last.name == "step_000002" and checkpoint.verify(last) == ""
     assert (folder / "stop").exists() and not (folder / "done").exists()
     assert "stopped as asked after step 2 of 400; go on with" in words
@@ -198,13 +198,13 @@ def test_a_shallow_run_that_is_declared_done_where_it_stopped_gets_its_model(
     flags = {"max_steps": 400, "save_steps": 0, "checkpoint_mode": "shallow"}
     status, words = in_child.run(with_a_file_stop_in_step_2, tiny_model_dir, folder, **flags)
     assert status == 0, words
-    (last,) = checkpoint.steps_of(folder)
+    (last,) = checkpoint.checkpoints_in(folder)
     assert not checkpoint.holds_model(last)
     flags |= {"max_steps": 2, "resume_from_checkpoint": "latest"}
     for _ in range(2):  # the second start finds nothing to do
         status, words = in_child.run(None, tiny_model_dir, folder, **flags)
         assert status == 0, words
-        assert checkpoint.steps_of(folder) == [last] and checkpoint.verify(last) == ""
+        assert checkpoint.checkpoints_in(folder) == [last] and checkpoint.verify(last) == ""
         assert weights_of(last)
         saved = last.stat().st_mtime_ns
     assert saved == last.stat().st_mtime_ns and (folder / "done").exists()
@@ -226,7 +226,7 @@ def test_a_file_stop_ends_all_ranks(tiny_model_dir, tmp_path):
     wait_for_step(folder, 1, process)
     (folder / "stop").touch()
     assert finish(process) == 0, log_of(folder)[-3000:]
-    (last,) = checkpoint.steps_of(folder)
+    (last,) = checkpoint.checkpoints_in(folder)
     assert checkpoint.verify(last) == "" and "stopped as asked" in log_of(folder)
 
 

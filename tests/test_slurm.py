@@ -298,7 +298,7 @@ def test_a_job_whose_time_is_over_saves_is_queued_again_and_ends_as_one_that_not
     number, folder = short_of_time
     assert ended(slurm, number, folder) == "COMPLETED", words_of(folder)
     assert job(slurm, number)["Restarts"] == "1", words_of(folder)
-    saved = checkpoint.steps_of(folder)[0]
+    saved = checkpoint.checkpoints_in(folder)[0]
     assert saved.name < "step_000006"
     said = Path(f"{folder}.out").read_text()
     for words in (

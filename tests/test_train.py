@@ -228,7 +228,7 @@ def test_wandb_offline_holds_the_run(two_ranks):
 def test_a_checkpoint_is_whole_and_a_hugging_face_model(two_ranks):
     folder = two_ranks[0]
     last = folder / "step_000003"
-    assert checkpoint.steps_of(folder) == [folder / "step_000002", last]
+    assert checkpoint.checkpoints_in(folder) == [folder / "step_000002", last]
     assert checkpoint.verify(last) == ""
     assert checkpoint.latest(folder) == last
     assert AutoModelForCausalLM.from_pretrained(last).config.model_type == "qwen2"
