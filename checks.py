@@ -295,97 +295,97 @@ CHOICES = {
     "checkpoint_mode": ("full", "shallow"),
     "report_to": ("", "wandb"),  # "" metrics.jsonl only
 }
-# Every number of default.py, in its order: its lower bound and, unless it is that in UPPER_BOUNDS,
-# its upper one. dataset.weight is not here: a dataset may be a list, see data_claims().
+# Every number of default.py, in its order: (lower bound, upper bound). None: that in UPPER_BOUNDS.
+# dataset.weight is not here: a dataset may be a list, see data_claims().
 RANGES = {
     # run
-    "seed": ">= 0, < 4294967296",  # 2**32
+    "seed": (">= 0", "< 4294967296"),  # 2**32
     # model
-    "lora_rank": ">= 0, <= 1024",
+    "lora_rank": (">= 0", "<= 1024"),
     # data
-    "easy_dataset.share": ">= 0, <= 1",
-    "max_prompt_length": "> 0",
-    "replay.size": ">= 0",
-    "replay.fraction": ">= 0, < 1",
-    "replay.ucb": ">= 0",
-    "resample_equal_groups": ">= 0",
+    "easy_dataset.share": (">= 0", "<= 1"),
+    "max_prompt_length": ("> 0", None),
+    "replay.size": (">= 0", None),
+    "replay.fraction": (">= 0", "< 1"),
+    "replay.ucb": (">= 0", None),
+    "resample_equal_groups": (">= 0", None),
     # rollouts
-    "prompts_per_step": "> 0",
-    "num_generations": ">= 2",
-    "max_completion_length": "> 0",
-    "temperature": ">= 0.01",
-    "max_logp_difference": "-1 or >= 0",  # nats a token
-    "vllm_options.gpu_memory_utilization": "> 0, < 1",
-    "vllm_options.kv_cache_memory_bytes": ">= 0, <= 1e15",
-    "vllm_options.tensor_parallel_size": "> 0",
-    "rollout_timeout": "> 0, <= 1500",  # seconds; six tries are 2.5 hours, below DEADLINE
-    "rollout_ahead": ">= 0, <= 1",
+    "prompts_per_step": ("> 0", None),
+    "num_generations": (">= 2", None),
+    "max_completion_length": ("> 0", None),
+    "temperature": (">= 0.01", None),
+    "max_logp_difference": ("-1 or >= 0", None),  # nats a token
+    "vllm_options.gpu_memory_utilization": ("> 0", "< 1"),
+    "vllm_options.kv_cache_memory_bytes": (">= 0", "<= 1e15"),
+    "vllm_options.tensor_parallel_size": ("> 0", None),
+    "rollout_timeout": ("> 0", "<= 1500"),  # seconds; six tries are 2.5 hours, below DEADLINE
+    "rollout_ahead": (">= 0", "<= 1"),
     # rewards
-    "reward_workers": ">= 0, <= 1024",
-    "reward_timeout": "> 0, <= 3600",  # seconds, far below common.DEADLINE
-    "reward_memory_gib": "> 0, <= 1000000",
-    "max_reward_failures": ">= 0, <= 1",
-    "soft_overlong_buffer": "> 0",
+    "reward_workers": (">= 0", "<= 1024"),
+    "reward_timeout": ("> 0", "<= 3600"),  # seconds, far below common.DEADLINE
+    "reward_memory_gib": ("> 0", "<= 1000000"),
+    "max_reward_failures": (">= 0", "<= 1"),
+    "soft_overlong_buffer": ("> 0", None),
     # objective
-    "num_iterations": "> 0",
-    "epsilon": ">= 0",
-    "epsilon_high": "-1 or >= 0",
-    "delta": "-1 or >= 1",  # the whole claim, with epsilon_high, is in objective_claims
-    "cispo_epsilon_max": "> 0",
-    "importance_sampling_cap": "> 0",
-    "beta": ">= 0",
-    "policy_entropy_bonus_coef": ">= 0",
-    "token_entropy_coef": ">= 0",
-    "seed_grpo_alpha": ">= 0",
-    "unlikeliness_coef": ">= 0, <= 1",
-    "pkpo_k": "> 0",
-    "maxent_tau": "-1 or >= 0, <= inf",  # -1: by the vocabulary; inf: uniform weights
-    "maxent_q_temperature": ">= 1e-6, <= 1e6",  # in between float32 tells rewards apart
-    "maxent_q_epsilon": ">= 0",  # at most 1 / rows of a group: group_claims
-    "maxent_score_scale": "> 0",
-    "mode_entropy_coef": ">= 0",
+    "num_iterations": ("> 0", None),
+    "epsilon": (">= 0", None),
+    "epsilon_high": ("-1 or >= 0", None),
+    "delta": ("-1 or >= 1", None),  # the whole claim, with epsilon_high, is in objective_claims
+    "cispo_epsilon_max": ("> 0", None),
+    "importance_sampling_cap": ("> 0", None),
+    "beta": (">= 0", None),
+    "policy_entropy_bonus_coef": (">= 0", None),
+    "token_entropy_coef": (">= 0", None),
+    "seed_grpo_alpha": (">= 0", None),
+    "unlikeliness_coef": (">= 0", "<= 1"),
+    "pkpo_k": ("> 0", None),
+    "maxent_tau": ("-1 or >= 0", "<= inf"),  # -1: by the vocabulary; inf: uniform weights
+    "maxent_q_temperature": (">= 1e-6", "<= 1e6"),  # in between float32 tells rewards apart
+    "maxent_q_epsilon": (">= 0", None),  # at most 1 / rows of a group: group_claims
+    "maxent_score_scale": ("> 0", None),
+    "mode_entropy_coef": (">= 0", None),
     # controllers
-    "maxent_target_weight_entropy": "-1 or >= 0",  # nats
-    "maxent_target_excess_entropy": "-1 or > 0, < 1",  # 1: weights are uniform over all rows
-    "maxent_tau_lr": "> 0",
-    "maxent_tau_min": "> 0",  # a controller moves log tau
-    "maxent_tau_max": "> 0",
-    "maxent_tau_warmup_steps": "-1 or >= 0",
-    "kl_target": ">= 0",
-    "kl_horizon": ">= 0",
-    "kl_ctl_step_size": ">= 0",
-    "beta_min": "> 0",  # at 0 a controller that multiplies would stay there
-    "beta_max": "> 0",
-    "controller_meta_lr": "> 0",
-    "controller_meta_tau_lr": "-1 or >= 0",
-    "controller_meta_beta_lr": "-1 or >= 0",
-    "controller_meta_beta_grad_clip": ">= 0",
-    "controller_meta_update_interval": "> 0",
-    "controller_meta_virtual_lr": "> 0",
-    "controller_meta_truncation_steps": "> 0",
+    "maxent_target_weight_entropy": ("-1 or >= 0", None),  # nats
+    "maxent_target_excess_entropy": ("-1 or > 0", "< 1"),  # 1: weights are uniform over all rows
+    "maxent_tau_lr": ("> 0", None),
+    "maxent_tau_min": ("> 0", None),  # a controller moves log tau
+    "maxent_tau_max": ("> 0", None),
+    "maxent_tau_warmup_steps": ("-1 or >= 0", None),
+    "kl_target": (">= 0", None),
+    "kl_horizon": (">= 0", None),
+    "kl_ctl_step_size": (">= 0", None),
+    "beta_min": ("> 0", None),  # at 0 a controller that multiplies would stay there
+    "beta_max": ("> 0", None),
+    "controller_meta_lr": ("> 0", None),
+    "controller_meta_tau_lr": ("-1 or >= 0", None),
+    "controller_meta_beta_lr": ("-1 or >= 0", None),
+    "controller_meta_beta_grad_clip": (">= 0", None),
+    "controller_meta_update_interval": ("> 0", None),
+    "controller_meta_virtual_lr": ("> 0", None),
+    "controller_meta_truncation_steps": ("> 0", None),
     # InfoSeed
-    "info_seed_num_seeds": ">= 0",
-    "info_seed_lambda": ">= 0",
-    "info_seed_temperature": "> 0",
-    "info_seed_reward": ">= 0",
+    "info_seed_num_seeds": (">= 0", None),
+    "info_seed_lambda": (">= 0", None),
+    "info_seed_temperature": ("> 0", None),
+    "info_seed_reward": (">= 0", None),
     # optimizer
-    "max_steps": "> 0",
-    "learning_rate": "> 0",
-    "warmup_steps": ">= 0",
-    "optimizer_options.weight_decay": ">= 0",
-    "max_grad_norm": ">= 0",
-    "max_tokens_per_micro_batch": ">= 0",
-    "zero_stage": ">= 0, <= 3",
+    "max_steps": ("> 0", None),
+    "learning_rate": ("> 0", None),
+    "warmup_steps": (">= 0", None),
+    "optimizer_options.weight_decay": (">= 0", None),
+    "max_grad_norm": (">= 0", None),
+    "max_tokens_per_micro_batch": (">= 0", None),
+    "zero_stage": (">= 0", "<= 3"),
     # evaluation
-    "eval_steps": ">= 0",
-    "eval_max_prompts": "> 0",
-    "eval_num_generations": "> 0",
-    "eval_temperature": ">= 0.01",
+    "eval_steps": (">= 0", None),
+    "eval_max_prompts": ("> 0", None),
+    "eval_num_generations": ("> 0", None),
+    "eval_temperature": (">= 0.01", None),
     # checkpoints and logs
-    "save_steps": "-1 or >= 0",
-    "save_total_limit": ">= 0",
-    "keep_every": ">= 0",
-    "log_rollouts_steps": ">= 0",
+    "save_steps": ("-1 or >= 0", None),
+    "save_total_limit": (">= 0", None),
+    "keep_every": (">= 0", None),
+    "log_rollouts_steps": (">= 0", None),
 }
 # Upper bounds for numbers without one in RANGES: counts must fit into 32 bits, floats into float32.
 UPPER_BOUNDS = {int: "<= 2147483647", float: "<= 1e30"}
@@ -532,7 +532,7 @@ def closes_its_quotes(command: str) -> bool:
 def range_claim(key: str, value) -> tuple[bool, str]:
     """The claim that a number, or every value of {step: value}, lies in the key's range of RANGES:
     whether it does, and the sentence if it doesn't."""
-    lower, _, upper = RANGES[key].partition(", ")
+    lower, upper = RANGES[key]
     may_be_off = lower.startswith("-1 or ") and not isinstance(value, dict)
     if may_be_off and value == -1:
         return True, ""
