@@ -30,6 +30,7 @@ GATHERED_BYTES = 2**30  # ZeRO-3 parameters gathered at once, for a sync or a sa
 # signs of a norm and of the matrix columns that it feeds would cancel.
 FLIP_EVERY = 53
 CHUNK = 1024  # tokens whose vocabulary logits are computed at once, see loss.CPU_CHUNK
+DITHERED = 2**24  # numbers that dither() moves at once, so that its noise takes little memory
 
 
 class TokenPlaces(NamedTuple):
@@ -367,6 +368,47 @@ def skip_by_norm(optimizer, c: dict) -> None:
         optimizer.overflow_checker.check = lambda: False
     elif c["zero_stage"] < 3:
         optimizer.check_overflow = lambda **_: None
+
+
+@torch.no_grad()
+def dither(optimizer, c: dict) -> None:
+    """Moves the float32 copy of every trained bfloat16 weight by less than half the distance to the
+    next bfloat16 number, at random. The weights themselves stay what they are.
+
+    Copies begin exactly at their weights. At a small learning rate no weight would move for tens of
+    steps, until its copy has come half of the way, and then nearly all would move twice as far.
+    With copies spread over the distance some move in each step, and the mean of all moves is right:
+    SmolLM2's numbers learn as in float32 from the first step on (LOG.md, 2026-12-01).
+
+    optimizer: that of a DeepSpeed engine that no checkpoint has been loaded into."""
+    if dtype_of(c) != torch.bfloat16:
+        return
+    for copies in float32_copies(optimizer, c["zero_stage"]):
+        # the same numbers on all ranks, which all hold whole copies at stage 0
+        generator = torch.Generator(copies.device).manual_seed(c["seed"])
+        for part in copies.view(-1).split(DITHERED):
+            noise = torch.randint(
+                1 - 2**15,
+                2**15,
+                part.shape,
+                generator=generator,
+                dtype=torch.int32,
+                device=part.device,
+            )
+            # bfloat16 is the upper 16 bits of a float32: less than half of the lower 16, added or
+            # taken away, rounds back. The bits of 0 would become those of a NaN.
+            part.view(torch.int32).add_(noise.mul_(part != 0))
+
+
+def float32_copies(optimizer, zero_stage: int) -> list[torch.Tensor]:
+    """The float32 copies that DeepSpeed's optimizer keeps of bfloat16 weights: of all at stage 0,
+    above it of this rank's share. Writing to them changes no weight before the next step."""
+    if zero_stage == 3:  # where param_groups are empty between steps
+        return optimizer.fp32_partitioned_groups_flat
+    copies = []
+    for group in optimizer.optimizer.param_groups:
+        copies += group["params"]
+    return copies
 
 
 def try_optimizer(c: dict) -> None:

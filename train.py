@@ -88,6 +88,7 @@ from policy import (
     WithoutAdapters,
     add_adapters,
     count_parameters,
+    dither,
     dtype_of,
     flip_signs,
     make_optimizer,
@@ -211,6 +212,7 @@ def load_policy(c: dict, device):
     optimizer = make_optimizer(trained, c)
     engine = start_deepspeed(policy, deepspeed_config(c), optimizer)
     skip_by_norm(engine.optimizer, c)
+    dither(engine.optimizer, c)
     return engine
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_balance import collected_by
+from transformers import AutoModelForCausalLM
 
 import checkpoint
 import infoseed
@@ -16,7 +17,7 @@ import train
 from checkpoint import TrainerState
 from common import load_config
 from journal import Timer
-from policy import named_weights
+from policy import float32_copies, named_weights
 from ranks import start_distributed
 
 STAGES = [0, 1, 2, 3]
@@ -142,11 +143,42 @@ def test_one_infinite_gradient_is_seen_by_the_norm_without_a_search(
     assert not same(before, weights_of(run))
 
 
+def copies_of(run) -> torch.Tensor:
+    copies = float32_copies(run.engine.optimizer, run.config["zero_stage"])
+    return torch.cat([copy.detach().flatten() for copy in copies])
+
+
+@pytest.mark.parametrize("stage", SLOW_BETWEEN)
+def test_float32_copies_are_spread_around_the_weights(stage, tiny_model_dir, world, tmp_path):
+    """Where they begin they round to the weights; one step of 3e-6, a tenth of the way to a
+    neighbour or less, then moves the weights on average as far as the copies."""
+    run = run_of(tiny_model_dir, tmp_path, stage, world)
+    run.config["learning_rate"] = 3e-6
+    copies = copies_of(run)
+    given = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.bfloat16)
+    weights = torch.cat([w.detach().flatten() for w in given.parameters()])
+    padding = len(copies) - len(weights)  # from stage 1 on
+    begins = copies.bfloat16()
+    assert torch.equal(
+        begins.sort().values, torch.nn.functional.pad(weights, (0, padding)).sort().values
+    )
+    lower = (copies.view(torch.int32) << 16).float() / 2**31  # of half the distance, -1 to 1
+    spread = lower[begins != 0]
+    assert abs(spread.mean()) < 0.02
+    assert spread.square().mean() == pytest.approx(1 / 3, rel=0.02)
+
+    step(run)
+    moved = copies_of(run) - copies
+    shown = (copies_of(run).bfloat16() - begins).float()
+    # the regression of the weights' moves on those of their copies
+    assert (shown * moved).sum() / moved.square().sum() == pytest.approx(1, rel=0.1)
+
+
 @pytest.mark.slow  # 40 steps
 @pytest.mark.parametrize("stage", STAGES)
 def test_steps_too_small_for_bfloat16_add_up(stage, tiny_model_dir, world, tmp_path):
-    """Weights are kept in float32 beside those of 16 bits: 40 steps of 3e-6 move a weight of .02,
-    whose neighbours are 6e-5 and more away, though none of them alone would."""
+    """Weights are kept in float32 beside those of 16 bits: 40 steps of 3e-6 move most weights of
+    .02, whose neighbours are 6e-5 and more away, though each of them moves only few."""
     run = run_of(tiny_model_dir, tmp_path, stage, world)
     run.config["learning_rate"] = 3e-6
     before = weights_of(run)
