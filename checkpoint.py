@@ -774,7 +774,12 @@ def ranks_of(path: Path) -> int:
 
 def new_run_from(path: Path) -> str:
     """The end of a sentence about a checkpoint that this run can't go on from."""
-    return f"start a new run from its weights: --model={path} --output_dir=..."
+    if holds_model(path):
+        return f"start a new run from its weights: --model={path} --output_dir=..."
+    return (  # "shallow"
+        f"start a new run from its weights: python checkpoint.py export {path} OUT, then "
+        f"--model=OUT --output_dir=..."
+    )
 
 
 def check_fit(path: Path, config: dict) -> None:

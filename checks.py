@@ -1214,6 +1214,12 @@ def warn_config(c: dict, vocabulary: int, defaults: dict) -> list[str]:
             f"keep_every={c['keep_every']} keeps no checkpoint that save_steps={c['save_steps']} "
             "does not save"
         )
+    elif c["keep_every"] % max(1, c["save_steps"]):
+        both = math.lcm(c["keep_every"], c["save_steps"])
+        warnings.append(
+            f"keep_every={c['keep_every']} is no multiple of save_steps={c['save_steps']}: of the "
+            f"checkpoints saved on the way it keeps only every {both}th step's"
+        )
     if c["replay"].keys() - {"size"} and entries(c, "replay")["size"] == 0:
         warnings.append(f"replay={c['replay']}: not used without replay.size, such as 1000 prompts")
     # 0.3 is ten times the default; from about 30 on the control loop is unstable

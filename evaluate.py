@@ -27,6 +27,7 @@ import math
 import os
 import shlex
 import subprocess
+from itertools import zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -84,7 +85,7 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
     """A record {"id", "seed", "samples", "correct", "failures", "distinct", "num_modes"} for each
     problem; distinct and num_modes are None if the task has no modes. Sampling seeds depend only on
     the problem's place and `seed`, so that evaluations of different models are paired. All ranks
-    call this together, and each samples a share of the problems."""
+    call this together, and each samples a share of the problems; records are in the rows' order."""
     k = c["eval_num_generations"]
     places = range(world.rank, len(exam.rows), world.size)
     rows = [exam.rows[i] for i in places]  # this rank's p
@@ -106,7 +107,9 @@ def evaluate_problems(exam: Exam, c: dict, world: World, seed: int = 0) -> list[
         record["distinct"] = None if modes is None else len(modes)
         record["num_modes"] = None if modes is None else row.get("num_modes")
         records.append(record)
-    return [record for share in gather_objects(records) for record in share]
+    # dealt out one by one, so collected one by one: in the rows' order on any number of ranks
+    rounds = zip_longest(*gather_objects(records))
+    return [record for found in rounds for record in found if record is not None]
 
 
 def summarize(records: list[dict], k: int) -> dict:

@@ -60,6 +60,7 @@ class ServerEngine(Engine):
 
         self.live = []  # servers that hold the weights `version`
         self.missing = {}  # {url: why the server does not hold them}
+        self.absent = {}  # self.missing after the last sync, of which the user was told
         self.version = ""  # the name of the weights that were synced last
         self.updates = 0  # number of syncs
         self.counts = dict.fromkeys(COUNTS, 0)
@@ -317,10 +318,19 @@ class ServerEngine(Engine):
             for server in self.live:
                 server.strikes = 0
         if self.rank == 0:
-            for sentence in missing.values():
+            self.tell_absent(missing)
+
+    def tell_absent(self, missing: dict) -> None:
+        """Prints which servers a sync has newly missed, or for another reason than the last one,
+        and which have come back. One that stays away would otherwise fill the log, step by step."""
+        for url, sentence in missing.items():
+            if self.absent.get(url) != sentence:
                 tqdm.write(
-                    f"rollout server without weights, left out until the next sync: {sentence}"
+                    f"rollout server without weights, left out until a sync reaches it: {sentence}"
                 )
+        for url in self.absent.keys() - missing.keys():
+            tqdm.write(f"rollout server in use again: {url}")
+        self.absent = dict(missing)  # a copy: strike() adds to the other
 
     def wait(self) -> None:
         """Until the batch that is being sampled ahead is done, if there is one."""

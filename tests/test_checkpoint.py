@@ -235,6 +235,15 @@ def test_a_checkpoint_whose_optimizer_does_not_fit_the_config_is_one_sentence(
         checkpoint.find(c | changes)
 
 
+def test_who_can_not_go_on_from_a_checkpoint_without_a_model_is_told_to_make_one(
+    alone, tiny_model_dir, tmp_path
+):
+    path = save(tmp_path, 1, FakeEngine(tiny_model_dir), checkpoint_mode="shallow")
+    words = f"checkpoint.py export {path} OUT, then --model=OUT --output_dir="
+    with pytest.raises(UserError, match=words):
+        checkpoint.check_fit(path, CONFIG | {"optimizer": "sgd"})
+
+
 def names(paths: list[Path]) -> list[str]:
     return [path.name for path in paths]
 

@@ -600,6 +600,12 @@ def test_checkpoints_to_keep_that_are_never_saved_are_warned_about():
     assert warnings_of(100, "--keep_every=5", "--save_steps=5") == ""
 
 
+def test_checkpoints_to_keep_between_two_saves_are_warned_about():
+    assert "only every 35th step's" in warnings_of(100, "--keep_every=7", "--save_steps=5")
+    assert warnings_of(100, "--keep_every=10", "--save_steps=5") == ""
+    assert warnings_of(100, "--save_steps=5") == ""
+
+
 def test_a_warm_up_that_does_not_end_is_warned_about():
     warning = "warmup_steps=20 is more than max_steps=3"
     assert warning in warnings_of(100, "--warmup_steps=20", "--max_steps=3")

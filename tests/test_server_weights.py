@@ -158,12 +158,15 @@ def test_a_server_that_refuses_the_weights_is_left_out_and_the_other_used(
     bad = stand_in(other={path: lambda request: answer})
     engine = make(bad, stand_in())
     assert list(engine.missing) == [bad.url]
-    assert "left out until the next sync" in capsys.readouterr().out
+    assert "left out until a sync reaches it" in capsys.readouterr().out
     assert bare(engine.generate(PROMPTS, 2, request(3))) == expected()
     assert not bad.completions()
     assert engine.take_metrics()["rollout/servers"] == 1
+    engine.sync(any_weights())
+    assert capsys.readouterr().out == ""  # told once, not after every step
     del bad.other[path]
     engine.sync(any_weights())
+    assert f"in use again: {bad.url}" in capsys.readouterr().out
     engine.generate(PROMPTS, 2, request(3))
     assert bad.completions()
 
