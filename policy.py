@@ -379,6 +379,8 @@ def dither(optimizer, c: dict) -> None:
     steps, until its copy has come half of the way, and then nearly all would move twice as far.
     With copies spread over the distance some move in each step, and the mean of all moves is right:
     SmolLM2's numbers learn as in float32 from the first step on (LOG.md, 2026-12-01).
+    Rounding at random in every step does the same (Zamirai et al. 2020, "Revisiting BFloat16
+    Training"), but needs random numbers in every step.
 
     optimizer: that of a DeepSpeed engine that no checkpoint has been loaded into."""
     if dtype_of(c) != torch.bfloat16:
