@@ -385,10 +385,11 @@ def dither(optimizer, c: dict) -> None:
     optimizer: that of a DeepSpeed engine that no checkpoint has been loaded into."""
     if dtype_of(c) != torch.bfloat16:
         return
-    for copies in float32_copies(optimizer, c["zero_stage"]):
-        # the same numbers on all ranks, which all hold whole copies at stage 0
-        generator = torch.Generator(copies.device).manual_seed(c["seed"])
-        for part in copies.view(-1).split(DITHERED):
+    copies = float32_copies(optimizer, c["zero_stage"])
+    # the same numbers on all ranks, which at stage 0 all hold whole copies
+    generator = torch.Generator(copies[0].device).manual_seed(c["seed"])
+    for copy in copies:
+        for part in copy.view(-1).split(DITHERED):
             noise = torch.randint(
                 1 - 2**15,
                 2**15,
