@@ -321,6 +321,17 @@ def test_the_luck_of_sampling():
         change, low, high = (f"{x:.3f}"[1:] for x in difference(one, two, paired=False))
         assert f"{change} ({low} to {high})" in text
 
+    sampled = samples_of("graph_coloring_start_k64.jsonl")
+    for k in (8, 64):
+        (start,) = (pass_at_k.run_pass_at_k(run, k) for run in sampled["start"])
+        ends = {run.seed: pass_at_k.run_pass_at_k(run, k) for run in sampled["maxent_cosine"]}
+        starts = dict.fromkeys(ends, start)
+        change, low, high = (abs(x) for x in difference(ends, starts, paired=True))
+        low, high = sorted((low, high))
+        end = sum(ends.values()) / len(ends)
+        wanted = f"from {start:.3f} to {end:.3f}, by {change:.3f} ({low:.3f} to {high:.3f})"
+        assert wanted.replace("0.", ".") in text
+
 
 @pytest.mark.parametrize("file", ["README.md", "docs/results.md"])
 def test_the_demos_example_is_a_right_answer(file):
