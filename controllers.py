@@ -34,16 +34,23 @@ ADAM_EPSILON = 1e-8
 LARGEST_MOVE = 50  # of log tau or log beta in one step: exp() of much more would overflow
 
 
+def steering(config: dict) -> tuple:
+    """(the metric that steers tau, its target), by which of the two targets is on."""
+    excess = config["maxent_target_excess_entropy"]
+    if is_on(excess):
+        return "weights/excess_entropy", excess
+    return "weights/entropy", config["maxent_target_weight_entropy"]
+
+
 def steering_metric(config: dict) -> str:
-    """The metric that steers tau, by which of the two targets is on."""
-    by_excess = is_on(config["maxent_target_excess_entropy"])
-    return "weights/excess_entropy" if by_excess else "weights/entropy"
+    """The metric that steers tau."""
+    metric, _ = steering(config)
+    return metric
 
 
 def entropy_target(step: int, config: dict) -> float:
     """H*, the target of steering_metric(), at a step."""
-    excess = config["maxent_target_excess_entropy"]
-    target = excess if is_on(excess) else config["maxent_target_weight_entropy"]
+    _, target = steering(config)
     return scheduled(target, step)
 
 
